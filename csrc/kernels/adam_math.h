@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// The arrays and settings of an Adam or AdamW step, and the coefficients that adam_update.inl.h
+// computes with.
+//
+// Sources: Kingma and Ba, "Adam" (arXiv 1412.6980), algorithm 1; Loshchilov and Hutter, "Decoupled
+// Weight Decay Regularization" (arXiv 1711.05101), algorithm 2. Order of operations and the meaning
+// of eps, weight_decay and bias_correction follow DeepSpeed's CPU Adam
+// (ops/csrc/includes/cpu_adam.h), so that
+//   denominator = sqrt(v) / sqrt(1 - beta2^step) + eps
+// and AdamW's decay uses lr * weight_decay. Coefficients are computed in double and rounded once.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "kernels/dtype.h"
+
+namespace peftds::kernels {
+
+/// What one step of `count` elements reads and writes. The arrays must not overlap.
+struct AdamArrays {
+  float* param;      // updated in place
+  const void* grad;  // only read
+  DType grad_dtype;
+  float* exp_avg;     // updated in place
+  float* exp_avg_sq;  // updated in place
+  void* out;          // unless null, receives the new parameter, rounded to nearest even
+  DType out_dtype;
+  int64_t count;
+};
+
+/// What the caller sets.
+struct AdamSettings {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  double grad_scale;  // gradients are multiplied by this first (unscale and clip)
+  int64_t step;       // 1 for the first step
+  bool adamw_mode;    // decoupled decay; false adds weight_decay * parameter to the gradient
+  bool bias_correction;
+};
+
+/// What the inner loop needs.
+struct AdamCoefficients {
+  float grad_scale;
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float eps;
+  float inv_sqrt_correction2;
+  float negative_step_size;
+  float l2;              // Adam mode: weight_decay, else 0
+  float negative_decay;  // AdamW mode: -lr * weight_decay, else 0
+};
+
+[[nodiscard]] inline AdamCoefficients adam_coefficients(const AdamSettings& s) {
+  const double step = static_cast<double>(s.step);
+  const double correction1 = s.bias_correction ? 1.0 - std::pow(s.beta1, step) : 1.0;
+  const double correction2 = s.bias_correction ? 1.0 - std::pow(s.beta2, step) : 1.0;
+  return {
+      .grad_scale = static_cast<float>(s.grad_scale),
+      .beta1 = static_cast<float>(s.beta1),
+      .one_minus_beta1 = static_cast<float>(1.0 - s.beta1),
+      .beta2 = static_cast<float>(s.beta2),
+      .one_minus_beta2 = static_cast<float>(1.0 - s.beta2),
+      .eps = static_cast<float>(s.eps),
+      .inv_sqrt_correction2 = static_cast<float>(1.0 / std::sqrt(correction2)),
+      .negative_step_size = static_cast<float>(-s.lr / correction1),
+      .l2 = static_cast<float>(s.adamw_mode ? 0.0 : s.weight_decay),
+      .negative_decay = static_cast<float>(s.adamw_mode ? -s.lr * s.weight_decay : 0.0),
+  };
+}
+
+}  // namespace peftds::kernels
