@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exception that the package raises on purpose, under one base class.
+
+Each class also derives from the built-in exception that callers already catch, so that
+``except ValueError`` keeps working.
+"""
+
+from __future__ import annotations
+
+
+class PeftdsError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(PeftdsError, ValueError):
+    """The ``peftds_ext`` section, or an environment variable, holds something that is not valid."""
+
+
+class ConflictError(PeftdsError, ValueError):
+    """Another DeepSpeed feature that is switched on excludes the engine."""
+
+
+class UnsupportedVersionError(PeftdsError, RuntimeError):
+    """An installed library is not one that the engine knows how to plug into."""
+
+
+class NativeLoadError(PeftdsError, ImportError):
+    """A compiled module is missing or cannot be loaded on this machine."""
+
+
+class EngineStateError(PeftdsError, RuntimeError):
+    """An operation was asked of an engine that is not in the state for it."""
+
+
+class MissingDependencyError(PeftdsError, ImportError):
+    """An optional package is needed; the message gives the command that installs it."""
