@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switches the engine on: wraps ``deepspeed.initialize`` and binds our classes while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from peftds_ext.config import SECTION, PeftdsConfig
+from peftds_ext.integrations.deepspeed import client_optimizer, cpu_adam, shm_comm
+from peftds_ext.integrations.deepspeed.conflicts import check_conflicts
+from peftds_ext.integrations.deepspeed.offload import offloads_optimizer
+from peftds_ext.integrations.deepspeed.section import load_config, read_section
+from peftds_ext.integrations.deepspeed.versions import check_deepspeed
+
+logger = logging.getLogger("peftds_ext")
+
+
+class _Installation:
+    """What install() changed in DeepSpeed, and how to undo it."""
+
+    def __init__(self) -> None:
+        import deepspeed
+        from deepspeed.ops.adam import cpu_adam as stock_cpu_adam
+
+        self.initialize: Callable[..., Any] = deepspeed.initialize
+        self.builder: type = stock_cpu_adam.CPUAdamBuilder
+        self.build_shm_op = shm_comm.defer()
+        self.wrapper = _wrap(self)
+        self.active = True
+        deepspeed.initialize = self.wrapper
+        stock_cpu_adam.CPUAdamBuilder = cpu_adam.stand_in_builder(self.builder)
+
+    def undo(self) -> None:
+        import deepspeed
+        from deepspeed.ops.adam import cpu_adam as stock_cpu_adam
+
+        self.active = False  # also for whoever still holds the wrapper
+        if deepspeed.initialize is self.wrapper:
+            deepspeed.initialize = self.initialize
+        stock_cpu_adam.CPUAdamBuilder = self.builder
+        shm_comm.restore(self.build_shm_op)
+
+    def initialize_stock(self, *args: Any, **kwargs: Any) -> Any:
+        """Give a run without the engine all that DeepSpeed would have given it."""
+        shm_comm.build_deferred(self.build_shm_op)
+        with shm_comm.restored(self.build_shm_op):
+            return self.initialize(*args, **kwargs)
+
+
+_lock = threading.RLock()
+_installation: _Installation | None = None
+
+
+def install() -> None:
+    """Make ``deepspeed.initialize`` use the engine when the configuration asks for it.
+
+    Idempotent. Nothing changes for a configuration whose ``"peftds_ext"`` section is absent or has
+    ``"enabled": false``. Call it before ``deepspeed.initialize``, Trainer or Accelerate, and before
+    ``from deepspeed import initialize`` binds the stock function.
+
+    Raises:
+        UnsupportedVersionError: this DeepSpeed is not one that the engine knows.
+        NativeLoadError: the compiled core is missing.
+        ConfigError: ``PEFTDS_CPU_ISA`` names what this CPU lacks.
+    """
+    global _installation
+    with _lock:
+        if _installation is not None:
+            return
+        from peftds_ext import _native
+
+        _native.core().cpu_isa()
+        check_deepspeed()
+        _installation = _Installation()
+
+
+def uninstall() -> None:
+    """Undo :func:`install`. Engines that exist keep working; new ones are stock. Idempotent."""
+    global _installation
+    with _lock:
+        if _installation is not None:
+            _installation.undo()
+            _installation = None
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """Call ``deepspeed.initialize`` with the engine on, for this call only.
+
+    Same arguments and return value. A missing ``"peftds_ext"`` section means enabled; one that says
+    ``"enabled": false`` is honoured. What :func:`install` did before stays as it was.
+
+    Raises:
+        ConfigError: the section is not valid.
+        ConflictError: another DeepSpeed feature excludes the engine.
+        UnsupportedVersionError: this DeepSpeed is not one that the engine knows.
+    """
+    with _lock:
+        installed_before = _installation is not None
+        install()
+        assert _installation is not None
+        current = _installation
+    try:
+        return _initialize(current, args, kwargs, default=PeftdsConfig(enabled=True))
+    finally:
+        if not installed_before:
+            uninstall()
+
+
+def _wrap(installation: _Installation) -> Callable[..., Any]:
+    stock = installation.initialize
+
+    @functools.wraps(stock)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        if not installation.active:
+            return stock(*args, **kwargs)
+        return _initialize(installation, args, kwargs, default=PeftdsConfig())
+
+    return initialize
+
+
+def _initialize(
+    installation: _Installation, args: tuple[Any, ...], kwargs: dict[str, Any], default: PeftdsConfig
+) -> Any:
+    bound = inspect.signature(installation.initialize).bind_partial(*args, **kwargs)
+    given = bound.arguments
+    raw = load_config(given.get("args"), given.get("config"), given.get("config_params"))
+    if raw is None:  # DeepSpeed says what is wrong
+        return installation.initialize(*args, **kwargs)
+    section = read_section(raw) if SECTION in raw else default
+    if not section.enabled or not check_conflicts(raw, section):
+        return installation.initialize_stock(*args, **kwargs)
+
+    with cpu_adam.engine_enabled(), _stage3_bound():
+        client = given.get("optimizer")
+        if client is not None:
+            bound.arguments["optimizer"] = _take_over(client, raw, installation.builder)
+        result = installation.initialize(*bound.args, **bound.kwargs)
+    if offloads_optimizer(raw):
+        logger.info("engine on: ZeRO stage %s, optimizer offloaded", result[0].zero_optimization_stage())
+    else:
+        logger.warning("the engine is enabled but has nothing to do: the optimizer is not offloaded")
+    return result
+
+
+def _take_over(client: Any, raw: Mapping[str, Any], builder: type) -> Any:
+    """Return what to hand to DeepSpeed for a client's optimizer, or for a function that makes one."""
+    if not hasattr(client, "param_groups") and callable(client):
+        return lambda parameters: _take_over(client(parameters), raw, builder)
+    adapted = client_optimizer.adapt(client, raw)
+    cpu_adam.use_kernel(adapted, builder)
+    return adapted
+
+
+@contextlib.contextmanager
+def _stage3_bound() -> Iterator[None]:
+    """Let DeepSpeed's engine, which looks the Stage-3 class up by name, find ours."""
+    # SuperOffload's class must derive from the stock class, so it is imported before ours is bound.
+    importlib.import_module("deepspeed.runtime.superoffload.superoffload_stage3")
+    from deepspeed.runtime.zero import stage3
+
+    from peftds_ext.integrations.deepspeed.stage3 import engine_class
+
+    with _lock:
+        stock = stage3.DeepSpeedZeroOptimizer_Stage3
+        stage3.DeepSpeedZeroOptimizer_Stage3 = engine_class(stock)
+        try:
+            yield
+        finally:
+            stage3.DeepSpeedZeroOptimizer_Stage3 = stock

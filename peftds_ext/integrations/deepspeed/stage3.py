@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO-3 with optimizer offload: gradients keep their dtype, and the step is one pass.
+
+Stock DeepSpeed copies each gradient to fp32, scales it, runs Adam and casts the result, which is 42
+bytes per element in three passes over memory (deepspeed/runtime/zero/stage3.py: ``partition_grads``,
+``unscale_and_clip_grads``, ``_optimizer_step``, ``_reassign_or_swap_out_partitioned_parameters``).
+Here the gradient stays where it was first put, in ``grad_partitions_flat_buffer``; the norm is one
+read of it; and one kernel per sub-group unscales, clips, updates and writes the low-precision weight:
+28 bytes per element.
+
+The classes are mix-ins over ``DeepSpeedZeroOptimizer_Stage3``. A sub-group that is not ours goes to
+``super()`` method by method; when the gradients' path is not ours, all of it is stock's and the fp32
+``.grad`` that stock keeps is what the kernel reads. So ``.grad``, where there is one, always holds the
+gradient; where there is none, the flat buffer does.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from peftds_ext import ops
+
+if TYPE_CHECKING:
+    from peftds_ext.integrations.deepspeed._stage3_seam import Stage3Seam
+else:
+    Stage3Seam = object
+
+logger = logging.getLogger("peftds_ext")
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class FusedStep(Stage3Seam):
+    """The optimizer step of each sub-group in one pass (unscale, clip, Adam, low-precision write)."""
+
+    # Between two methods of one sub-group's step: the gradient's factor, and where the kernel wrote.
+    _peftds_grad_scale: float | None
+    _peftds_written: Tensor | None
+
+    def _why_not_fused(self, sub_group_id: int) -> str:
+        """Return why stock steps this sub-group, or "" if the kernel does."""
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        if type(self.optimizer) is not DeepSpeedCPUAdam:
+            return f"the optimizer is {type(self.optimizer).__name__}, not DeepSpeedCPUAdam"
+        if (
+            not self.optimizer.fp32_optimizer_states
+            or self.master_weights_and_grads_dtype is not torch.float32
+        ):
+            return "master weights or Adam moments are not fp32"
+        if self.torch_autocast_gradscaler is not None:
+            return "torch's GradScaler steps the optimizer"
+        if self.subgroup_to_device[sub_group_id] != "cpu":
+            return "it is updated on the accelerator (offload ratio below 1)"
+        if self._swappable_optimizer_subgroup(sub_group_id):
+            return "its optimizer states are on NVMe"
+        low_precision = self.fp16_partitioned_groups_flat[sub_group_id]
+        if low_precision is None or low_precision.dtype not in _KERNEL_DTYPES:
+            return "its parameters are on NVMe or not in a floating-point dtype that the kernel writes"
+        return ""
+
+    def _fuses(self, sub_group_id: int) -> bool:
+        """Whether the kernel steps this sub-group now; the log says so once when it does not."""
+        if not self.offload_optimizer:
+            return False
+        reason = self._why_not_fused(sub_group_id)
+        if not reason and _has_step_hooks(self.optimizer):
+            reason = "step hooks are registered on the optimizer"
+        if reason:
+            self._say_once(f"stock DeepSpeed steps sub-group {sub_group_id}: {reason}")
+        return not reason
+
+    def _say_once(self, message: str) -> None:
+        said: set[str] = self.__dict__.setdefault("_peftds_said", set())
+        if message not in said:
+            said.add(message)
+            logger.info(message)
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
+        """Keep the factor for the kernel instead of multiplying the gradients by it."""
+        if not self._fuses(sub_group_id):
+            self._materialize_fp32_grad(sub_group_id)
+            super().unscale_and_clip_grads(sub_group_id, total_norm)
+            return
+        scale = float(self.loss_scale)
+        if self.clip_grad > 0.0:
+            scale *= max(1.0, (float(total_norm) / scale + 1e-6) / self.clip_grad)
+        self._peftds_grad_scale = self._peftds_applied_scale = 1.0 / scale
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        """Run the kernel on one sub-group; the moments live where DeepSpeedCPUAdam keeps them."""
+        grad_scale, self._peftds_grad_scale = self.__dict__.get("_peftds_grad_scale"), None
+        if grad_scale is None:  # unscale_and_clip_grads left this sub-group to stock
+            super()._optimizer_step(sub_group_id)
+            return
+        master = self.fp32_partitioned_groups_flat[sub_group_id]
+        group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
+        state = self.optimizer.state[master]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(master, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(master, requires_grad=False)
+        state["step"] += 1
+        target = self._write_target(sub_group_id)
+        with torch.no_grad():
+            ops.adamw_step_(
+                master.data,
+                self._gradient(sub_group_id),
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                target,
+                lr=float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                step=int(state["step"]),
+                grad_scale=grad_scale,
+                adamw_mode=self.optimizer.adam_w_mode,
+                bias_correction=bool(group["bias_correction"]),
+            )
+        self.optimizer._opt_called = True  # what torch's schedulers look for
+        self._peftds_written = target
+
+    def _write_target(self, sub_group_id: int) -> Tensor:
+        """Return host memory that receives the low-precision weights: their own, or a staging buffer."""
+        flat: Tensor = self.fp16_partitioned_groups_flat[sub_group_id]
+        if flat.device.type == "cpu":
+            return flat
+        staging: dict[int, Tensor] = self.__dict__.setdefault("_peftds_staging", {})
+        if sub_group_id not in staging:
+            pin = bool(self.offload_optimizer_pin_memory)
+            staging[sub_group_id] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=pin)
+        return staging[sub_group_id]
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        """Skip the cast that the kernel has done already."""
+        written, self._peftds_written = self.__dict__.get("_peftds_written"), None
+        if written is None:
+            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+            return
+        flat = self.fp16_partitioned_groups_flat[sub_group_id]
+        if flat is not written:
+            flat.copy_(written)
+        self._unflatten_partitioned_parameters(sub_group_id)
+
+    def _gradient(self, sub_group_id: int) -> Tensor:
+        """Return the sub-group's gradient: its fp32 ``.grad`` if there is one, else the flat buffer."""
+        grad: Tensor | None = self.fp32_partitioned_groups_flat[sub_group_id].grad
+        return self._flat_gradient(sub_group_id) if grad is None else grad
+
+    def _flat_gradient(self, sub_group_id: int) -> Tensor:
+        numels = self.fp16_partitioned_groups_flat_numel
+        start = sum(numels[:sub_group_id])
+        flat: Tensor = self.grad_partitions_flat_buffer.narrow(0, start, numels[sub_group_id])
+        return flat
+
+    def _materialize_fp32_grad(self, sub_group_id: int) -> None:
+        """Give stock code the fp32 ``.grad`` that it reads or writes, until the step's end."""
+        master = self.fp32_partitioned_groups_flat[sub_group_id]
+        if (
+            self.offload_optimizer
+            and master.grad is None
+            and not self._swappable_optimizer_subgroup(sub_group_id)
+        ):
+            master.grad = self._flat_gradient(sub_group_id).to(
+                device=master.device, dtype=master.dtype, copy=True
+            )
+
+
+def _has_step_hooks(optimizer: Any) -> bool:
+    """Whether somebody wants to be called around ``optimizer.step()``, which the kernel does not call."""
+    from torch.optim import optimizer as torch_optimizer
+
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
+
+
+@functools.cache
+def engine_class(stock: type) -> type:
+    """Return the engine's ZeRO-3 optimizer class over DeepSpeed's ``stock`` class."""
+    from peftds_ext.integrations.deepspeed.stage3_gradients import LowPrecisionGradients
+
+    return type("PeftdsZeroOptimizer_Stage3", (LowPrecisionGradients, FusedStep, stock), {})
