@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``peftds doctor`` finds in a DeepSpeed configuration file."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from peftds_ext.cli.checks import Check, Status
+from peftds_ext.config import SECTION, PeftdsConfig
+from peftds_ext.errors import ConfigError
+from peftds_ext.integrations.deepspeed.conflicts import find_conflicts
+from peftds_ext.integrations.deepspeed.offload import offloads_optimizer
+from peftds_ext.integrations.deepspeed.section import parse_text, read_section
+
+_FILE: Final = "configuration file"
+
+
+def check_config_file(path: Path) -> Iterator[Check]:
+    """Whether the file can be read, our section in it, and the features that exclude the engine."""
+    try:
+        text = path.read_text()
+        raw = parse_text(text)
+    except OSError as error:
+        yield Check(
+            _FILE, "error", f"{path} cannot be read: {error.strerror or error}", "give a readable file"
+        )
+        return
+    except ValueError as error:
+        yield Check(_FILE, "error", f"{path} is not JSON: {error}", "correct it at the place named")
+        return
+    if not isinstance(raw, Mapping):
+        yield Check(_FILE, "error", f"{path} is not a JSON object", 'it must start with "{"')
+        return
+    yield _syntax(path, text)
+    config = yield from _section(raw)
+    yield from _conflicts(raw, config)
+
+
+def reads_pinned(path: Path | None) -> bool:
+    """Tell whether training with this file pins offload buffers.
+
+    Without a file, or with one that cannot be read, DeepSpeed's default holds: it does.
+    """
+    try:
+        raw = parse_text(path.read_text()) if path is not None else None
+    except (OSError, ValueError):
+        return True
+    if not isinstance(raw, Mapping):
+        return True
+    zero = raw.get("zero_optimization")
+    offloads = (
+        [zero.get(key) for key in ("offload_param", "offload_optimizer")] if isinstance(zero, dict) else []
+    )
+    return any(
+        isinstance(offload, Mapping)
+        and offload.get("device") in ("cpu", "nvme")
+        and offload.get("pin_memory", True) is not False
+        for offload in offloads
+    )
+
+
+def _syntax(path: Path, text: str) -> Check:
+    try:
+        json.loads(text)
+    except ValueError as error:
+        return Check(
+            _FILE,
+            "note",
+            f"{path}: Hjson, which DeepSpeed reads; Transformers and Accelerate do not ({error})",
+            "write it as plain JSON if the Trainer or Accelerate is to read it",
+        )
+    return Check(_FILE, "ok", str(path))
+
+
+def _section(raw: Mapping[str, Any]) -> Generator[Check, None, PeftdsConfig]:
+    """Check our section and return it; for one that is invalid, return what its author most likely wants."""
+    name = f"section {SECTION}"
+    switch_on = f'"{SECTION}": {{"enabled": true}}'
+    try:
+        config = read_section(raw)
+    except ConfigError as error:
+        yield Check(name, "error", str(error), "correct the key that is named")
+        return PeftdsConfig(enabled=True)
+    if SECTION not in raw:
+        near = difflib.get_close_matches(SECTION, [str(key) for key in raw], n=1)
+        if near:
+            found = f'absent, so stock DeepSpeed trains; "{near[0]}" is a key that nobody reads'
+            yield Check(name, "warning", found, f'write "{SECTION}" instead of "{near[0]}"')
+        else:
+            yield Check(name, "note", "absent: stock DeepSpeed trains", f"add {switch_on} to use the engine")
+    elif not config.enabled:
+        yield Check(name, "note", "disabled: stock DeepSpeed trains", f"write {switch_on} to use the engine")
+    else:
+        yield Check(name, "ok", "enabled")
+        yield from _work(raw)
+    return config
+
+
+def _work(raw: Mapping[str, Any]) -> Iterator[Check]:
+    """Whether the configuration gives the engine anything to do."""
+    zero = raw.get("zero_optimization", {})
+    if not isinstance(zero, Mapping | bool):
+        yield Check("zero_optimization", "error", f"not an object: {zero!r}", "write an object with a stage")
+    elif not offloads_optimizer(raw):
+        found = "the optimizer is not offloaded, so the engine has nothing to do"
+        remedy = 'set a stage from 1 to 3 and "offload_optimizer": {"device": "cpu"}'
+        yield Check("zero_optimization", "warning", found, remedy)
+
+
+def _conflicts(raw: Mapping[str, Any], config: PeftdsConfig) -> Iterator[Check]:
+    outcomes: dict[str, tuple[Status, str]] = {
+        "error": ("error", "the engine refuses to start"),
+        "stock": ("warning", "stock DeepSpeed trains instead of the engine"),
+    }
+    status, outcome = outcomes[config.on_conflict]
+    if not config.enabled:
+        status, outcome = "note", "the engine could not run with it"
+    for conflict in find_conflicts(raw):
+        yield Check(conflict.key, status, f"{conflict.reason}: {outcome}", conflict.remedy)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of a DeepSpeed configuration file, and how much it weighs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peftds_ext.cli import config_checks
+from peftds_ext.cli.checks import Check
+
+
+def _write(folder: Path, raw: object) -> Path:
+    path = folder / "ds.json"
+    path.write_text(raw if isinstance(raw, str) else json.dumps(raw))
+    return path
+
+
+def _only(found: Any) -> Check:
+    (check,) = list(found)
+    return check
+
+
+def _config(path: Path) -> dict[str, Check]:
+    return {check.name: check for check in config_checks.check_config_file(path)}
+
+
+def test_good_configuration(tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    path = _write(tmp_path, {"zero_optimization": zero, "peftds_ext": {"enabled": True}})
+    found = _config(path)
+    assert [check.status for check in found.values()] == ["ok", "ok"]
+    assert found["section peftds_ext"].value == "enabled"
+
+
+@pytest.mark.parametrize(
+    ("zero", "status", "words"),
+    [
+        ("x", "error", "not an object"),
+        ({"stage": 3}, "warning", "nothing to do"),
+        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "warning", "nothing to do"),
+        (True, "warning", "nothing to do"),
+    ],
+)
+def test_engine_with_nothing_to_do(zero: object, status: str, words: str, tmp_path: Path) -> None:
+    path = _write(tmp_path, {"zero_optimization": zero, "peftds_ext": {"enabled": True}})
+    check = _config(path)["zero_optimization"]
+    assert check.status == status
+    assert words in check.value
+
+
+@pytest.mark.parametrize("name", ["peftds-ext", "peftds_exit", "peft_ds_ext"])
+def test_misspelt_section_is_a_warning(name: str, tmp_path: Path) -> None:
+    check = _config(_write(tmp_path, {name: {"enabled": True}}))["section peftds_ext"]
+    assert check.status == "warning"
+    assert f'"{name}"' in check.value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [('{"a": 1', "not JSON"), ('{"a": 1, "a": 2}', "duplicate keys: a"), ("[1, 2]", "not a JSON object")],
+)
+def test_malformed_file_is_an_error(text: str, words: str, tmp_path: Path) -> None:
+    check = _only(config_checks.check_config_file(_write(tmp_path, text)))
+    assert check.status == "error"
+    assert words in check.value
+
+
+def test_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.json", tmp_path):
+        check = _only(config_checks.check_config_file(path))
+        assert check.status == "error"
+        assert str(path) in check.value
+
+
+def test_file_that_is_not_text_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "ds.bin"
+    path.write_bytes(b"\xff\xfe\x00\x81")
+    assert _only(config_checks.check_config_file(path)).status == "error"
+
+
+def test_hjson_is_told_apart(tmp_path: Path) -> None:
+    pytest.importorskip("hjson")
+    found = _config(_write(tmp_path, "{\n# ours\npeftds_ext: {enabled: true}}"))
+    assert found["configuration file"].status == "note"
+    assert found["section peftds_ext"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("raw", "word"), [({}, "absent"), ({"peftds_ext": {"enabled": False}}, "disabled")], ids=["absent", "off"]
+)
+def test_section_that_is_off_is_a_note(raw: dict[str, Any], word: str, tmp_path: Path) -> None:
+    check = _config(_write(tmp_path, raw))["section peftds_ext"]
+    assert check.status == "note"
+    assert word in check.value
+    assert '"enabled": true' in check.remedy
+
+
+def test_unknown_key_is_an_error_with_the_nearest(tmp_path: Path) -> None:
+    check = _config(_write(tmp_path, {"peftds_ext": {"enable": True}}))["section peftds_ext"]
+    assert check.status == "error"
+    assert "Did you mean peftds_ext.enabled?" in check.value
+
+
+@pytest.mark.parametrize(
+    ("section", "status"),
+    [
+        ({"enabled": True}, "error"),
+        ({"enabled": True, "on_conflict": "stock"}, "warning"),
+        ({"enabled": False}, "note"),
+        ({"enabled": "yes"}, "error"),
+    ],
+    ids=str,
+)
+def test_conflict_weighs_what_it_leads_to(section: dict[str, Any], status: str, tmp_path: Path) -> None:
+    raw = {"zero_optimization": {"stage": 3, "zenflow": {}}, "peftds_ext": section}
+    check = _config(_write(tmp_path, raw))["zero_optimization.zenflow"]
+    assert check.status == status
+    assert check.remedy
+
+
+@pytest.mark.parametrize(
+    ("raw", "pinned"),
+    [
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, True),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}, False),
+        ({"zero_optimization": {"offload_param": {"device": "nvme", "pin_memory": True}}}, True),
+        ({"zero_optimization": {"offload_param": {"device": "none"}}}, False),
+        ({"zero_optimization": {"offload_param": None}}, False),
+        ({"zero_optimization": True}, False),
+        ({}, False),
+        ("not a configuration", True),
+    ],
+    ids=str,
+)
+def test_pinned_offload_is_read_from_the_file(raw: object, pinned: bool, tmp_path: Path) -> None:
+    assert config_checks.reads_pinned(_write(tmp_path, raw)) is pinned
+
+
+def test_pinned_offload_is_the_default_without_a_file() -> None:
+    assert config_checks.reads_pinned(None) is True
