@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options, the printed tables, and the additions to pytest-benchmark's JSON."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import machine
+import pytest
+from interleave import Comparison, Measure, NotMeasured
+from replay import replay
+from report import LEAST_ROUNDS, Report
+
+REPORTS = pytest.StashKey[list[Report]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("peftds_ext benchmarks")
+    group.addoption(
+        "--elements", type=int, default=50_000_000, help="parameter elements (default 50 million)"
+    )
+    group.addoption(
+        "--rounds", type=int, default=11, help=f"measured rounds; at least {LEAST_ROUNDS} for a result"
+    )
+    group.addoption("--warmup-rounds", type=int, default=3, help="rounds before these, not counted")
+    group.addoption(
+        "--check-targets", action="store_true", help="fail where a ratio misses its target or is not measured"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[REPORTS] = []
+    for option, least in (("elements", 1), ("rounds", 1), ("warmup_rounds", 0)):
+        value = config.getoption(option)
+        if value < least:
+            raise pytest.UsageError(f"--{option.replace('_', '-')} must be at least {least}, got {value}")
+    if config.getoption("check_targets") and config.getoption("rounds") < LEAST_ROUNDS:
+        raise pytest.UsageError(f"--check-targets needs --rounds of at least {LEAST_ROUNDS}")
+
+
+@pytest.fixture(scope="session")
+def publish(pytestconfig: pytest.Config) -> Callable[[Report], Report]:
+    """Register a report, so that its table is printed and its ratios reach the JSON."""
+
+    def register(report: Report) -> Report:
+        pytestconfig.stash[REPORTS].append(report)
+        return report
+
+    return register
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> Callable[[Report, Measure], None]:
+    """Make one row of a report a pytest-benchmark entry, or skip with the reason why there is none."""
+
+    def replay_row(report: Report, measure: Measure) -> None:
+        try:
+            seconds = report.seconds(measure)
+        except NotMeasured as reason:
+            pytest.skip(f"not measured: {reason}")
+        benchmark = request.getfixturevalue("benchmark")
+        benchmark.group = report.title
+        benchmark.extra_info.update(
+            label=measure.label,
+            elements=report.elements,
+            bytes_per_element=measure.bytes_per_element,
+            bytes_per_second=report.rate(measure),
+            phase_medians_s={
+                phase: statistics.median(
+                    measured[phase] for measured in report.samples.rounds[measure.contender]
+                )
+                for phase in measure.phases
+            },
+        )
+        benchmark.pedantic(replay(seconds), rounds=len(seconds), iterations=1)
+
+    return replay_row
+
+
+@pytest.fixture
+def hold(pytestconfig: pytest.Config) -> Callable[[Report, Comparison], None]:
+    """Compare a ratio with its target; fails only under ``--check-targets``."""
+
+    def check(report: Report, comparison: Comparison) -> None:
+        strict = pytestconfig.getoption("check_targets")
+        try:
+            speed = report.ratio(comparison).speed
+        except NotMeasured as reason:
+            if strict and comparison.target is not None:
+                pytest.fail(f"{comparison.label}: not measured: {reason}")
+            pytest.skip(f"not measured: {reason}")
+        if strict and comparison.target is not None and speed < comparison.target:
+            pytest.fail(f"{comparison.label}: {speed:.3f}x, target {comparison.target}x")
+
+    return check
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for report in config.stash[REPORTS]:
+        terminalreporter.section(report.title)
+        for line in report.lines():
+            terminalreporter.write_line(line)
+    if config.stash[REPORTS]:
+        terminalreporter.section("machine")
+        for name, value in machine.facts().items():
+            terminalreporter.write_line(f"{name}: {value}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+    machine_info["peftds_ext"] = machine.facts()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    output_json["command_line"] = shlex.join(sys.orig_argv)
+    output_json["reports"] = [report.as_json() for report in config.stash[REPORTS]]

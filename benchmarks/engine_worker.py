@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One contender of ``bench_engine_step.py`` in a process of its own.
+
+Run by :mod:`engine_process`. Reads one command a line from standard input and answers each with one line
+of JSON on the standard output it was started with; everything that libraries print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from baselines import bandwidth
+from interleave import NotMeasured, Phases, timed
+from torch import Tensor, nn
+
+KINDS = ("stock", "ours", "plain")
+
+
+class Product(nn.Module):
+    """``sum(weight * x)``: its backward writes one dense bf16 gradient in one pass, the least there is."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(0.02 * torch.randn(elements, generator=generator, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+class Model(nn.Module):
+    """The product as a layer below the root, where ZeRO-3 expects parameters."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.layer = Product(elements)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)
+        return result
+
+
+def inputs(elements: int) -> list[Tensor]:
+    """Return two inputs of different size, taken in turn: gradients change, and clipping matters."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(elements, generator=generator, dtype=torch.bfloat16).mul_(factor) for factor in (1.0, 3.0)
+    ]
+
+
+@dataclass
+class Training:
+    """What a worker offers: one timed round, and the present weight."""
+
+    round: Callable[[], Phases]
+    weight: Callable[[], Tensor]
+
+
+def plain(elements: int) -> Training:
+    """Forward and backward of the same model without DeepSpeed and without a step."""
+    model, xs = Model(elements), inputs(elements)
+    index = 0
+    loss = torch.empty(())
+
+    def forward() -> None:
+        nonlocal loss
+        loss = model(xs[index % 2])
+
+    run = timed({"forward": forward, "backward": lambda: torch.autograd.backward(loss)})
+
+    def one_round() -> Phases:
+        nonlocal index
+        model.layer.weight.grad = None
+        phases = run()
+        index += 1
+        return phases
+
+    return Training(one_round, lambda: model.layer.weight.detach().clone())
+
+
+def _one_rank_environment() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"
+    )
+    os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def _check_whose(optimizer: object, *, ours: bool) -> None:
+    """Raise unless the engine's ZeRO optimizer is the one that this worker is to measure."""
+    found = any(base.__module__.startswith("peftds_ext.") for base in type(optimizer).__mro__)
+    if found != ours:
+        wanted = "our engine" if ours else "stock"
+        raise RuntimeError(f"this worker is to measure {wanted}, and got the optimizer {type(optimizer)!r}")
+
+
+def _keep_messages() -> list[str]:
+    """Return a list that receives what our package logs: for one, what it leaves to stock."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("peftds_ext")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return messages
+
+
+def engine(elements: int, config: dict[str, Any], *, install: bool) -> Training:
+    """Build a DeepSpeed engine, ours with ``install``; a round is forward, backward and step.
+
+    Raises:
+        NotMeasured: DeepSpeed is missing, or stock's cpu_adam op can be neither loaded nor built.
+    """
+    _one_rank_environment()
+    if install:
+        try:
+            import deepspeed
+        except ImportError as error:
+            raise NotMeasured(f"DeepSpeed cannot be imported: {error}") from error
+        import peftds_ext
+
+        peftds_ext.install()
+    else:
+        from baselines.deepspeed_adam import cpu_adam_class
+
+        cpu_adam_class()
+        import deepspeed
+
+    model, xs = Model(elements), inputs(elements)
+    built, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    _check_whose(built.optimizer, ours=install)
+    index = 0
+    loss = torch.empty(())
+
+    def forward() -> None:
+        nonlocal loss
+        loss = built(xs[index % 2])
+
+    run = timed({"forward": forward, "backward": lambda: built.backward(loss), "step": built.step})
+
+    def one_round() -> Phases:
+        nonlocal index
+        phases = run()
+        index += 1
+        return phases
+
+    def weight() -> Tensor:
+        with deepspeed.zero.GatheredParameters([model.layer.weight]):
+            return model.layer.weight.detach().clone()
+
+    return Training(one_round, weight)
+
+
+def _build(options: argparse.Namespace) -> Training:
+    if options.kind == "plain":
+        return plain(options.elements)
+    return engine(options.elements, json.loads(options.config), install=options.kind == "ours")
+
+
+def _serve(options: argparse.Namespace, answer: Callable[[dict[str, Any]], None]) -> None:
+    messages = _keep_messages()
+    training = _build(options)
+    measure_memory = bandwidth.run(options.elements).run if options.kind == "plain" else None
+    answer({"ready": True})
+    for line in sys.stdin:
+        command, _, argument = line.strip().partition(" ")
+        if command == "round":
+            answer({"phases": training.round()})
+        elif command == "bandwidth" and measure_memory is not None:
+            answer({"phases": measure_memory()})
+        elif command == "save":
+            torch.save(training.weight(), Path(argument))
+            answer({"saved": argument})
+        elif command == "messages":
+            answer({"messages": messages})
+        else:
+            raise ValueError(f"unknown command {line!r} for a worker of kind {options.kind}")
+
+
+def main() -> None:
+    """Serve commands until standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", choices=KINDS, required=True)
+    parser.add_argument("--elements", type=int, required=True)
+    parser.add_argument("--config", default="{}", help="DeepSpeed configuration as JSON")
+    options = parser.parse_args()
+
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def answer(content: dict[str, Any]) -> None:
+        print(json.dumps(content), file=answers)
+
+    try:
+        _serve(options, answer)
+    except NotMeasured as reason:
+        answer({"not_measured": str(reason)})
+
+
+if __name__ == "__main__":
+    main()
