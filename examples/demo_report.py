@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo shows: progress while it trains, and where memory lies and what came out at the end."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from torch import Tensor
+
+LINE_EVERY = 10
+"""Steps per line of output where there is no terminal to draw a bar on."""
+WARM_UP_STEPS = 3
+"""Steps left out of the time per step: DeepSpeed records the order of layers in the first ones."""
+AVERAGED_STEPS = 5
+"""Losses averaged for the first and the last loss, as that of a single batch is noisy."""
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One kind of state held by the engine on this rank."""
+
+    name: str
+    device: str
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class AdapterCheck:
+    """The largest differences between embeddings of the trained model and of the reloaded one."""
+
+    path: str
+    difference: float
+    tolerance: float
+    difference_from_base: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the reloaded model equals the trained one; NaN does not."""
+        return self.difference <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Figures:
+    """All that the demo reports. Losses and times are those of rank 0, memory is per rank."""
+
+    engine: str
+    device: str
+    ranks: int
+    losses: list[float]
+    step_seconds: list[float]
+    recall_before: float
+    recall_after: float
+    memory: list[MemoryRow]
+    adapter: AdapterCheck
+    total_seconds: float
+
+    @property
+    def averaged_steps(self) -> int:
+        """Steps in the first and in the last loss: ``AVERAGED_STEPS``, fewer where they would overlap."""
+        return min(AVERAGED_STEPS, max(1, len(self.losses) // 2))
+
+    @property
+    def loss_first(self) -> float:
+        return statistics.fmean(self.losses[: self.averaged_steps])
+
+    @property
+    def loss_last(self) -> float:
+        return statistics.fmean(self.losses[-self.averaged_steps :])
+
+    @property
+    def median_step_seconds(self) -> float:
+        """Median after the warm-up, or of all steps where there are no more than that."""
+        return statistics.median(self.step_seconds[WARM_UP_STEPS:] or self.step_seconds)
+
+    def write(self, path: Path) -> None:
+        """Write the figures as JSON."""
+        derived = {name: getattr(self, name) for name in ("loss_first", "loss_last", "median_step_seconds")}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(derived | asdict(self), indent=2) + "\n")
+
+
+def memory_rows(engine: Any) -> list[MemoryRow]:
+    """Measure what a live ZeRO-3 engine holds on this rank: its parameters' homes and optimizer states."""
+    parameters = list(engine.module.parameters())
+    masters = engine.optimizer.fp32_partitioned_groups_flat
+    states = (engine.optimizer.optimizer.state[master] for master in masters)
+    values = (value for state in states for value in state.values())
+    moments = [value for value in values if isinstance(value, Tensor) and value.dim() > 0]
+    copies = [master.grad for master in masters if master.grad is not None]
+    return [
+        _row("frozen parameters", (p.ds_tensor for p in parameters if not p.requires_grad)),
+        _row("trainable parameters", (p.ds_tensor for p in parameters if p.requires_grad)),
+        _row("master weights", masters),
+        _row("Adam moments", moments),
+        _row("gradients", [engine.optimizer.grad_partitions_flat_buffer]),
+        _row("second copy of the gradients", copies),
+    ]
+
+
+def _row(name: str, tensors: Iterable[Tensor]) -> MemoryRow:
+    held = list(tensors)
+    return MemoryRow(
+        name,
+        device=", ".join(sorted({str(tensor.device) for tensor in held})) or "-",
+        dtype=", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in held})) or "-",
+        bytes=sum(tensor.numel() * tensor.element_size() for tensor in held),
+    )
+
+
+class Progress:
+    """Collects losses and times; draws a bar on a terminal, else writes a line every ``LINE_EVERY`` steps.
+
+    Ranks that do not show anything collect all the same.
+    """
+
+    def __init__(self, steps: int, *, shown: bool) -> None:
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self._steps, self._shown = steps, shown
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+        self._bar = RichProgress(*columns, TimeRemainingColumn(), console=console)
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Write a line, above the bar if there is one."""
+        if self._shown:
+            console.print(text, highlight=False)
+
+    def step_done(self, loss: float, seconds: float) -> None:
+        """Note one training step."""
+        self.losses.append(loss)
+        self.seconds.append(seconds)
+        done = len(self.losses)
+        text = f"loss {loss:.3f}  {seconds:.2f} s/step"
+        if self._shown and console.is_terminal:
+            if self._task is None:
+                self._bar.start()
+                self._task = self._bar.add_task(text, total=self._steps)
+            self._bar.update(self._task, completed=done, description=text)
+        elif done == 1 or done % LINE_EVERY == 0 or done == self._steps:
+            self.say(f"step {done:>4}/{self._steps}  {text}")
+
+
+def print_figures(figures: Figures) -> None:
+    """Print the two closing tables."""
+    results = Table(title=f"LoRA on MiniLM, engine: {figures.engine}", show_header=False)
+    loss = f"{figures.loss_first:.3f} -> {figures.loss_last:.3f}"
+    check = figures.adapter
+    for name, value in (
+        (f"loss, mean of first and last {figures.averaged_steps} steps", loss),
+        ("recall@1 on held-out paragraphs", f"{figures.recall_before:.3f} -> {figures.recall_after:.3f}"),
+        ("time per step, median", f"{figures.median_step_seconds:.3f} s"),
+        ("time in all", f"{figures.total_seconds:.0f} s on {figures.ranks} x {figures.device}"),
+        ("adapter", escape(check.path)),
+        (
+            "reloaded with PEFT",
+            f"{'equal' if check.passed else '[red]NOT EQUAL[/]'}: difference "
+            f"{check.difference:.1e}, allowed {check.tolerance:.1e}, "
+            f"without the adapter {check.difference_from_base:.1e}",
+        ),
+    ):
+        results.add_row(name, value)
+    console.print(results)
+    memory = Table("held by the engine, per rank", "where", "dtype", title="Memory")
+    memory.add_column("MB", justify="right")
+    for row in figures.memory:
+        memory.add_row(row.name, row.device, row.dtype, f"{row.bytes / 1e6:.2f}")
+    console.print(memory)
