@@ -29,8 +29,9 @@ inline DType dtype_of(const Tensor& tensor, const char* name) {
 }
 
 inline void check_float32(const Tensor& tensor, const char* name) {
-  STD_TORCH_CHECK(dtype_of(tensor, name) == DType::kFloat32, name, " must be float32, got ",
-                  torch::headeronly::toString(tensor.scalar_type()));
+  const torch::headeronly::ScalarType type = tensor.scalar_type();
+  STD_TORCH_CHECK(type == torch::headeronly::ScalarType::Float, name, " must be float32, got ",
+                  torch::headeronly::toString(type));
 }
 
 inline void check_contiguous(const Tensor& tensor, const char* name) {
