@@ -28,9 +28,5 @@ class NativeLoadError(PeftdsError, ImportError):
     """A compiled module is missing or cannot be loaded on this machine."""
 
 
-class EngineStateError(PeftdsError, RuntimeError):
-    """An operation was asked of an engine that is not in the state for it."""
-
-
 class MissingDependencyError(PeftdsError, ImportError):
     """An optional package is needed; the message gives the command that installs it."""
