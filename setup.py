@@ -3,7 +3,9 @@
 
 ``_core`` is always built. ``_cuda`` is built when torch is a CUDA build and a CUDA toolkit is found;
 ``FORCE_CUDA=1`` makes its absence an error and ``FORCE_CUDA=0`` leaves it out. ``MAX_JOBS``,
-``CUDA_HOME`` and ``TORCH_CUDA_ARCH_LIST`` mean what they mean to every torch extension.
+``CUDA_HOME`` and ``TORCH_CUDA_ARCH_LIST`` mean what they mean to every torch extension. io_uring is
+built in when liburing is found; ``PEFTDS_URING=1`` makes its absence an error and ``PEFTDS_URING=0``
+leaves it out.
 """
 
 import os
@@ -11,6 +13,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pybind11
@@ -20,12 +24,22 @@ from torch.utils import cpp_extension
 
 CSRC = Path("csrc")
 CORE_SOURCES = [
+    "base/arena.cpp",
     "base/cpu_features.cpp",
+    "base/crc32c.cpp",
     "base/thread_pool.cpp",
+    "io/engine.cpp",
+    "io/engine_core.cpp",
+    "io/fault_plan.cpp",
+    "io/faulty_transport.cpp",
+    "io/file.cpp",
+    "io/thread_transport.cpp",
+    "io/uring_transport.cpp",
     "kernels/cpu/kernels.cpp",
     "kernels/cpu/scalar.cpp",
     "kernels/cpu/avx2.cpp",
     "kernels/cpu/avx512.cpp",
+    "bindings/bind_io.cpp",
     "bindings/ops_cpu.cpp",
     "bindings/core_module.cpp",
 ]
@@ -100,17 +114,48 @@ def wants_cuda() -> bool:
     return True
 
 
-def extension(kind: type, name: str, sources: list[str], flags: dict[str, list[str]]) -> object:
+def links_with(library: str) -> bool:
+    """Tell whether a shared object that uses liburing can be linked with this linker argument."""
+    program = (
+        "#include <liburing.h>\nint probe() { io_uring ring; return io_uring_queue_init(1, &ring, 0); }\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        out = ["-shared", "-fPIC", "-o", f"{folder}/probe.so", library]
+        command = [os.environ.get("CXX", "c++"), "-x", "c++", "-", *out]
+        tried = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
+        return tried.returncode == 0
+
+
+def uring_flags() -> tuple[list[str], list[str]]:
+    """Return what to compile and to link with for io_uring: the static library where there is one."""
+    wanted = os.environ.get("PEFTDS_URING")
+    if wanted == "0":
+        return [], []
+    for library in ("-l:liburing.a", "-luring"):
+        if links_with(library):
+            return ["-DPEFTDS_WITH_URING"], [library]
+    if wanted == "1":
+        sys.exit("peftds_ext: PEFTDS_URING=1, but liburing was not found (on Debian: liburing-dev)")
+    print("peftds_ext: io_uring is left out: liburing was not found (on Debian: liburing-dev)")
+    return [], []
+
+
+def extension(
+    kind: type, name: str, sources: list[str], flags: dict[str, list[str]], link: Sequence[str] = ()
+) -> object:
     """Describe one compiled module of ``peftds_ext._native``."""
     return kind(
         name=f"peftds_ext._native.{name}",
         sources=[str(CSRC / source) for source in sources],
         include_dirs=[str(CSRC.resolve()), pybind11.get_include()],
         extra_compile_args=flags,
+        extra_link_args=list(link),
     )
 
 
-extensions = [extension(cpp_extension.CppExtension, "_core", CORE_SOURCES, {"cxx": CXX_FLAGS})]
+uring_compile, uring_link = uring_flags()
+core_flags = {"cxx": [*CXX_FLAGS, *uring_compile]}
+extensions = [extension(cpp_extension.CppExtension, "_core", CORE_SOURCES, core_flags, uring_link)]
 if wants_cuda():
     flags = {"cxx": [*CXX_FLAGS, "-DUSE_CUDA"], "nvcc": NVCC_FLAGS}
     extensions.append(extension(cpp_extension.CUDAExtension, "_cuda", CUDA_SOURCES, flags))

@@ -30,3 +30,18 @@ class NativeLoadError(PeftdsError, ImportError):
 
 class MissingDependencyError(PeftdsError, ImportError):
     """An optional package is needed; the message gives the command that installs it."""
+
+
+class StorageError(PeftdsError, OSError):
+    """A file or folder could not be used; the message names the operation, path, offset, sizes and remedy.
+
+    ``errno`` and ``filename`` are set where the operating system refused.
+    """
+
+
+class StorageFullError(StorageError):
+    """The disk, or the user's quota on it, has no room for what is to be written."""
+
+
+class CorruptDataError(StorageError):
+    """A file is shorter than it was, or holds other bytes than were written."""

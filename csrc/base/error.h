@@ -13,6 +13,10 @@ enum class ErrorCode {
   kInvalidArgument,  // a caller broke a documented precondition
   kConfig,           // an environment variable or setting is not valid here
   kCuda,             // a CUDA runtime call failed
+  kOutOfMemory,      // the system has no memory left to give
+  kStorage,          // the system refused an operation on a file
+  kStorageFull,      // there is no room for what is to be written
+  kCorruptData,      // a file is shorter, or other, than it should be
 };
 
 class Error : public std::runtime_error {
@@ -22,6 +26,22 @@ class Error : public std::runtime_error {
 
  private:
   ErrorCode code_;
+};
+
+/// An operation on a file failed.
+class FileError : public Error {
+ public:
+  /// `what` says what was tried and the remedy, without the path; `number` is the errno, or 0.
+  FileError(ErrorCode code, const std::string& what, const std::string& path, int number)
+      : Error(code, what + ": '" + path + "'"), description_(what), path_(path), number_(number) {}
+  [[nodiscard]] const std::string& description() const noexcept { return description_; }
+  [[nodiscard]] const std::string& path() const noexcept { return path_; }
+  [[nodiscard]] int number() const noexcept { return number_; }
+
+ private:
+  std::string description_;
+  std::string path_;
+  int number_;
 };
 
 namespace detail {

@@ -9,6 +9,7 @@
 #include "base/cpu_features.h"
 #include "base/thread_pool.h"
 #include "bindings/bind_error.h"
+#include "bindings/bind_io.h"
 
 namespace {
 
@@ -21,8 +22,10 @@ std::vector<std::string> available_cpu_isas() {
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
-  module.doc() = "Compiled core of peftds_ext: CPU kernels and the torch operators over them.";
+  module.doc() =
+      "Compiled core of peftds_ext: CPU kernels and the torch operators over them, and the storage engine.";
   peftds::bindings::register_errors();
+  peftds::bindings::bind_io(module);
   module.def(
       "cpu_isa", [] { return std::string(to_string(peftds::chosen_isa())); },
       "Instruction set that the CPU kernels use; raises ConfigError for a wrong PEFTDS_CPU_ISA.");

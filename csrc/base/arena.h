@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// Page-aligned host memory in exactly the sizes asked for.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace peftds {
+
+/// Hands out buffers and keeps those that come back for the next request of the same size.
+///
+/// A buffer is a mapping of its own, rounded up to the page and to nothing more, so there is neither
+/// fragmentation nor a slot size to guess. All that is held stays within `kSlack` above the largest
+/// amount that was in use at once; beyond it, the mappings unused for longest go back to the system.
+/// Mappings of 2 MiB and more lie in huge pages where the system has them. Memory is not locked.
+///
+/// Thread-safe. Buffers may outlive the arena.
+class Arena {
+ public:
+  static constexpr int64_t kPage = 4096;
+  static constexpr int64_t kHugePage = int64_t{2} << 20;
+  static constexpr double kSlack = 0.04;
+
+  /// Is told about mappings, for example to register them with a kernel interface. Called with the
+  /// arena's lock held: must not call the arena. Must outlive the arena and its buffers.
+  class Listener {
+   public:
+    virtual ~Listener() = default;
+    virtual void mapped(std::byte* data, int64_t size) noexcept = 0;
+    virtual void unmapping(std::byte* data) noexcept = 0;
+  };
+
+  struct Usage {
+    int64_t live = 0;       // bytes in buffers now, rounded up to pages
+    int64_t held = 0;       // bytes mapped now
+    int64_t peak_live = 0;  // the largest `live` so far
+    int64_t peak_held = 0;  // the largest `held` so far
+  };
+
+  class Buffer;
+
+  explicit Arena(std::shared_ptr<Listener> listener = nullptr);
+
+  /// Returns `size` bytes of memory, aligned to the page, with any content. Throws kOutOfMemory, and
+  /// kInvalidArgument unless `size` is positive.
+  [[nodiscard]] Buffer allocate(int64_t size);
+
+  [[nodiscard]] Usage usage() const;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+/// Memory of an arena; goes back when the buffer is destroyed.
+class Arena::Buffer {
+ public:
+  Buffer(Buffer&& other) noexcept = default;
+  Buffer& operator=(Buffer&&) = delete;
+  ~Buffer();
+
+  [[nodiscard]] std::byte* data() const noexcept { return data_; }
+  [[nodiscard]] int64_t size() const noexcept { return size_; }
+
+ private:
+  friend class Arena;
+  Buffer(std::shared_ptr<State> state, std::byte* data, int64_t size);
+
+  std::shared_ptr<State> state_;  // null once moved from
+  std::byte* data_;
+  int64_t size_;
+};
+
+}  // namespace peftds
