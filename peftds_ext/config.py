@@ -12,13 +12,35 @@ from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from peftds_ext.errors import ConfigError
 
 SECTION: Final = "peftds_ext"
 
 _Model = TypeVar("_Model", bound=BaseModel)
+
+
+class IoConfig(BaseModel):
+    """The object ``"io"``: how files are read and written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: Literal["io_uring", "threads"] | None = None
+    """Left out: io_uring where the system allows it, else threads."""
+
+    queue_depth: int | None = Field(default=None, ge=1, le=1024, strict=True)
+    """Requests in flight at once. Left out: ``aio.queue_depth`` where given, else by the kind of disk."""
+
+    block_bytes: ByteSize | None = Field(default=None, ge=4096, le=1 << 30, multiple_of=4096)
+    """Largest request, such as ``"1MiB"``. Left out: ``aio.block_size`` if given, else by kind of disk."""
+
+    direct: bool = Field(default=True, strict=True)
+    """Whether to go past the page cache where the file system allows it."""
+
+    checksum: Literal["first", "always", "off"] = "first"
+    """When what is read is compared with the checksums made when it was written: each record's first
+    read after a write, every read, or never."""
 
 
 class PeftdsConfig(BaseModel):
@@ -31,6 +53,9 @@ class PeftdsConfig(BaseModel):
 
     on_conflict: Literal["error", "stock"] = "error"
     """What to do when another DeepSpeed feature excludes the engine: raise, or train with stock DeepSpeed."""
+
+    io: IoConfig = IoConfig()
+    """The storage engine."""
 
 
 def parse_section(section: object) -> PeftdsConfig:

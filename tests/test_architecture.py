@@ -22,9 +22,10 @@ ALLOWED = {
     "_native": {"errors"},
     "ops": {"errors", "_native"},
     "optim": {"errors", "env", "config", "_native", "ops"},
+    "store": {"errors", "env", "config", "_native", "ops"},
     "planner": {"errors", "env", "config"},
-    "integrations": {"errors", "env", "config", "_native", "ops", "optim", "planner"},
-    "cli": {"errors", "env", "config", "_native", "ops", "optim", "planner", "integrations"},
+    "integrations": {"errors", "env", "config", "_native", "ops", "optim", "planner", "store"},
+    "cli": {"errors", "env", "config", "_native", "ops", "optim", "planner", "store", "integrations"},
     "": {"errors", "ops", "optim", "integrations"},
 }
 FOREIGN = {"deepspeed", "transformers", "peft", "accelerate"}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from peftds_ext.config import PeftdsConfig, parse_model, parse_section
+from peftds_ext.config import IoConfig, PeftdsConfig, parse_model, parse_section
 from peftds_ext.errors import ConfigError
 
 
@@ -70,7 +70,7 @@ def test_misspelt_key_gets_the_nearest_one_and_the_list() -> None:
     message = str(caught.value)
     assert "peftds_ext.enabeld: unknown key" in message
     assert "Did you mean peftds_ext.enabled?" in message
-    assert "Known keys: enabled, on_conflict" in message
+    assert "Known keys: enabled, on_conflict, io" in message
 
 
 def test_key_that_resembles_none_gets_the_list_alone() -> None:
@@ -136,3 +136,41 @@ def test_any_object_is_parsed_or_refused_with_our_error(section: dict[str, Any])
     config = parse_section(section)
     assert config.enabled is section.get("enabled", False)
     assert config.on_conflict == section.get("on_conflict", "error")
+
+
+def test_the_storage_engines_settings_take_sizes_as_people_write_them() -> None:
+    io = parse_section(
+        {"io": {"engine": "threads", "block_bytes": "2MiB", "queue_depth": 4, "checksum": "off"}}
+    ).io
+    assert (io.engine, io.block_bytes, io.queue_depth, io.direct, io.checksum) == (
+        "threads",
+        2 << 20,
+        4,
+        True,
+        "off",
+    )
+    assert parse_section({}).io == IoConfig()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("engine", "libaio"),
+        ("queue_depth", 0),
+        ("queue_depth", 1025),
+        ("queue_depth", True),
+        ("block_bytes", 5000),
+        ("block_bytes", "2GiB"),
+        ("block_bytes", "many"),
+        ("direct", "yes"),
+        ("checksum", "last"),
+    ],
+)
+def test_wrong_settings_of_the_storage_engine_are_named(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"peftds_ext\.io\.{key}: "):
+        parse_section({"io": {key: value}})
+
+
+def test_an_unknown_key_of_the_storage_engine_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean peftds_ext\.io\.queue_depth\?"):
+        parse_section({"io": {"queue_dept": 4}})

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from peftds_ext import __version__
 from peftds_ext.cli.doctor import doctor
 from peftds_ext.cli.plan import plan
+from peftds_ext.cli.verify import verify
 from peftds_ext.errors import PeftdsError
 
 
@@ -54,6 +55,7 @@ def _root(
 
 app.command()(plan)
 app.command()(doctor)
+app.command()(verify)
 
 
 def main() -> None:
