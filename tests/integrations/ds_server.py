@@ -8,6 +8,7 @@ of JSON each; the jobs of a request all run at once.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import logging
@@ -75,6 +76,7 @@ def _fork(job: dict[str, Any]) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()  # as an interpreter's end would; os._exit does not
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from peftds_ext.config import SECTION, PeftdsConfig
 from peftds_ext.errors import ConflictError
+from peftds_ext.integrations.deepspeed.offload import offloads_parameters_to_nvme
 
 _logger = logging.getLogger("peftds_ext")
 _BOOL: Final = TypeAdapter(bool)
@@ -32,6 +33,8 @@ class Conflict:
 class _Rule:
     conflict: Conflict
     is_on: Callable[[object], bool]
+    concerns: Callable[[Mapping[str, Any]], bool] = lambda raw: True
+    """Whether the feature matters at all with this configuration."""
 
 
 def _is_true(value: object) -> bool:
@@ -99,6 +102,24 @@ _RULES: Final = (
     ),
     _Rule(
         Conflict(
+            "aio.use_gds",
+            "GPUDirect Storage reads parameters past the storage engine that has written them",
+            'set "use_gds" to false in "aio"',
+        ),
+        _is_true,
+        offloads_parameters_to_nvme,
+    ),
+    _Rule(
+        Conflict(
+            "zero_optimization.offload_optimizer.fast_init",
+            "it reads master weights from one file per parameter, which the storage engine does not make",
+            'set "fast_init" to false',
+        ),
+        _is_true,
+        offloads_parameters_to_nvme,
+    ),
+    _Rule(
+        Conflict(
             "tensor_parallel.autotp_size",
             "tensor parallelism shards the weights that the engine partitions",
             'set "autotp_size" to 0 or 1',
@@ -114,7 +135,8 @@ def find_conflicts(raw: Mapping[str, Any]) -> list[Conflict]:
     A feature that is there but switched off, or whose value DeepSpeed is going to refuse, is none.
     Features chosen in code (a ``PipelineModule``, MoE layers, ``deepspeed.tp_model_init``) are not seen here.
     """
-    return [rule.conflict for rule in _RULES if rule.is_on(_get(raw, rule.conflict.key))]
+    on = (rule for rule in _RULES if rule.concerns(raw) and rule.is_on(_get(raw, rule.conflict.key)))
+    return [rule.conflict for rule in on]
 
 
 def check_conflicts(raw: Mapping[str, Any], config: PeftdsConfig) -> bool:

@@ -8,30 +8,16 @@ object behind its ``ds_opt_adam`` attribute changes, so every path that steps th
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from peftds_ext import ops
+from peftds_ext.integrations.deepspeed.switch import is_engine_enabled
 
 logger = logging.getLogger("peftds_ext")
-
-_engine_enabled: contextvars.ContextVar[bool] = contextvars.ContextVar("peftds_engine_enabled", default=False)
-
-
-@contextlib.contextmanager
-def engine_enabled() -> Iterator[None]:
-    """Inside this, new DeepSpeedCPUAdam objects get our kernel from the start."""
-    token = _engine_enabled.set(True)
-    try:
-        yield
-    finally:
-        _engine_enabled.reset(token)
 
 
 class StockCpuAdam:
@@ -160,7 +146,7 @@ def stand_in_builder(stock_builder: type) -> type:
     class CPUAdamBuilder:
         def load(self, verbose: bool = True) -> StockCpuAdam | KernelCpuAdam:
             stock = StockCpuAdam(stock_builder)
-            return KernelCpuAdam(stock) if _engine_enabled.get() else stock
+            return KernelCpuAdam(stock) if is_engine_enabled() else stock
 
     return CPUAdamBuilder
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
+
+NVME_PATH: Final = "zero_optimization.offload_param.nvme_path"
 
 
 def offloads_optimizer(raw: Mapping[str, Any]) -> bool:
@@ -15,3 +17,31 @@ def offloads_optimizer(raw: Mapping[str, Any]) -> bool:
     offload = zero.get("offload_optimizer")
     device = offload.get("device", "none") if isinstance(offload, Mapping) else "none"
     return bool(zero.get("cpu_offload")) or str(device) in ("cpu", "nvme")
+
+
+def offloads_parameters_to_nvme(raw: Mapping[str, Any]) -> bool:
+    """Whether the DeepSpeed configuration keeps ZeRO-3 parameters on NVMe."""
+    return str(_offload_param(raw).get("device", "none")) == "nvme"
+
+
+def nvme_path(raw: Mapping[str, Any]) -> str | None:
+    """Return the folder for parameters on NVMe, as the user wrote it."""
+    return _offload_param(raw).get("nvme_path")
+
+
+def memory_budget(raw: Mapping[str, Any], item_bytes: int) -> int | None:
+    """Return the bytes of host memory that ``buffer_count`` buffers of ``buffer_size`` elements take.
+
+    None where the user gave neither. What one of them leaves out is DeepSpeed's default
+    (deepspeed/runtime/zero/offload_config.py).
+    """
+    offload = _offload_param(raw)
+    if "buffer_count" not in offload and "buffer_size" not in offload:
+        return None
+    return int(offload.get("buffer_count", 5)) * int(offload.get("buffer_size", 1e8)) * item_bytes
+
+
+def _offload_param(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    zero = raw.get("zero_optimization")
+    offload = zero.get("offload_param") if isinstance(zero, Mapping) and zero.get("stage") == 3 else None
+    return offload if isinstance(offload, Mapping) else {}

@@ -15,8 +15,11 @@ from typing import Any
 from peftds_ext.config import SECTION, PeftdsConfig
 from peftds_ext.integrations.deepspeed import client_optimizer, cpu_adam, shm_comm
 from peftds_ext.integrations.deepspeed.conflicts import check_conflicts
-from peftds_ext.integrations.deepspeed.offload import offloads_optimizer
+from peftds_ext.integrations.deepspeed.offload import offloads_optimizer, offloads_parameters_to_nvme
 from peftds_ext.integrations.deepspeed.section import load_config, read_section
+from peftds_ext.integrations.deepspeed.stage3_nvme import note_loads
+from peftds_ext.integrations.deepspeed.swapper_seam import SwapperSeam, check_nvme_path
+from peftds_ext.integrations.deepspeed.switch import engine_enabled
 from peftds_ext.integrations.deepspeed.versions import check_deepspeed
 
 logger = logging.getLogger("peftds_ext")
@@ -32,6 +35,7 @@ class _Installation:
         self.initialize: Callable[..., Any] = deepspeed.initialize
         self.builder: type = stock_cpu_adam.CPUAdamBuilder
         self.build_shm_op = shm_comm.defer()
+        self.swapper_seam = SwapperSeam()
         self.wrapper = _wrap(self)
         self.active = True
         deepspeed.initialize = self.wrapper
@@ -46,6 +50,7 @@ class _Installation:
             deepspeed.initialize = self.initialize
         stock_cpu_adam.CPUAdamBuilder = self.builder
         shm_comm.restore(self.build_shm_op)
+        self.swapper_seam.undo()
 
     def initialize_stock(self, *args: Any, **kwargs: Any) -> Any:
         """Give a run without the engine all that DeepSpeed would have given it."""
@@ -137,16 +142,36 @@ def _initialize(
     if not section.enabled or not check_conflicts(raw, section):
         return installation.initialize_stock(*args, **kwargs)
 
-    with cpu_adam.engine_enabled(), _stage3_bound():
+    check_nvme_path(raw)
+    with engine_enabled(), _stage3_bound():
         client = given.get("optimizer")
         if client is not None:
             bound.arguments["optimizer"] = _take_over(client, raw, installation.builder)
         result = installation.initialize(*bound.args, **bound.kwargs)
-    if offloads_optimizer(raw):
-        logger.info("engine on: ZeRO stage %s, optimizer offloaded", result[0].zero_optimization_stage())
-    else:
-        logger.warning("the engine is enabled but has nothing to do: the optimizer is not offloaded")
+    _tell(result[0], raw)
     return result
+
+
+def _tell(engine: Any, raw: Mapping[str, Any]) -> None:
+    """Say in the log what the engine has taken over, and what it could not."""
+    parts = ["optimizer offloaded"] if offloads_optimizer(raw) else []
+    if offloads_parameters_to_nvme(raw):
+        swappers = {type(getattr(p, "nvme_swapper", None)).__name__ for p in engine.module.parameters()}
+        if swappers - {"ParameterSwapper", "NoneType"}:
+            logger.warning(
+                "parameters stay with DeepSpeed's own NVMe swapper, since the model was made under zero.Init "
+                "before peftds_ext.install(): call that first"
+            )
+        else:
+            parts.append("parameters on NVMe")
+            note_loads(engine)
+    if parts:
+        logger.info("engine on: ZeRO stage %s, %s", engine.zero_optimization_stage(), ", ".join(parts))
+    else:
+        logger.warning(
+            "the engine is enabled but has nothing to do: the optimizer is not offloaded, and no parameters "
+            "are on NVMe"
+        )
 
 
 def _take_over(client: Any, raw: Mapping[str, Any], builder: type) -> Any:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from peftds_ext import ops
+from peftds_ext.integrations.deepspeed.param_swapper import ParameterSwapper
 
 if TYPE_CHECKING:
     from peftds_ext.integrations.deepspeed._stage3_seam import Stage3Seam
@@ -32,7 +33,7 @@ else:
 
 logger = logging.getLogger("peftds_ext")
 
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class FusedStep(Stage3Seam):
@@ -59,10 +60,24 @@ class FusedStep(Stage3Seam):
             return "it is updated on the accelerator (offload ratio below 1)"
         if self._swappable_optimizer_subgroup(sub_group_id):
             return "its optimizer states are on NVMe"
-        low_precision = self.fp16_partitioned_groups_flat[sub_group_id]
-        if low_precision is None or low_precision.dtype not in _KERNEL_DTYPES:
-            return "its parameters are on NVMe or not in a floating-point dtype that the kernel writes"
+        dtypes = self._low_precision_dtypes(sub_group_id)
+        if len(dtypes) > 1 or not dtypes <= _KERNEL_DTYPES:
+            return f"the kernel does not write parameters of {', '.join(sorted(map(str, dtypes)))} at once"
+        if not self._in_one_buffer(sub_group_id) and not self._has_our_swapper(sub_group_id):
+            return "its parameters are with DeepSpeed's own NVMe swapper"
         return ""
+
+    def _in_one_buffer(self, sub_group_id: int) -> bool:
+        """Whether the sub-group's low-precision weights lie together in memory; on NVMe they do not."""
+        return self.fp16_partitioned_groups_flat[sub_group_id] is not None
+
+    def _low_precision_dtypes(self, sub_group_id: int) -> set[torch.dtype]:
+        if self._in_one_buffer(sub_group_id):
+            return {self.fp16_partitioned_groups_flat[sub_group_id].dtype}
+        return {partition.dtype for partition in self.fp16_partitioned_groups[sub_group_id]}
+
+    def _has_our_swapper(self, sub_group_id: int) -> bool:
+        return isinstance(self.fp16_groups[sub_group_id][0].nvme_swapper, ParameterSwapper)
 
     def _fuses(self, sub_group_id: int) -> bool:
         """Whether the kernel steps this sub-group now; the log says so once when it does not."""
@@ -129,6 +144,10 @@ class FusedStep(Stage3Seam):
 
     def _write_target(self, sub_group_id: int) -> Tensor:
         """Return host memory that receives the low-precision weights: their own, or a staging buffer."""
+        if not self._in_one_buffer(sub_group_id):
+            (dtype,) = self._low_precision_dtypes(sub_group_id)
+            swapper: ParameterSwapper = self.fp16_groups[sub_group_id][0].nvme_swapper
+            return swapper.staging(self.fp16_partitioned_groups_flat_numel[sub_group_id], dtype)
         flat: Tensor = self.fp16_partitioned_groups_flat[sub_group_id]
         if flat.device.type == "cpu":
             return flat
@@ -143,6 +162,11 @@ class FusedStep(Stage3Seam):
         written, self._peftds_written = self.__dict__.get("_peftds_written"), None
         if written is None:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+            return
+        if not self._in_one_buffer(sub_group_id):
+            sizes = [partition.ds_numel for partition in self.fp16_partitioned_groups[sub_group_id]]
+            for param, values in zip(self.fp16_groups[sub_group_id], written.split(sizes), strict=True):
+                param.nvme_swapper.update_partition(param, values)
             return
         flat = self.fp16_partitioned_groups_flat[sub_group_id]
         if flat is not written:
@@ -189,5 +213,7 @@ def _has_step_hooks(optimizer: Any) -> bool:
 def engine_class(stock: type) -> type:
     """Return the engine's ZeRO-3 optimizer class over DeepSpeed's ``stock`` class."""
     from peftds_ext.integrations.deepspeed.stage3_gradients import LowPrecisionGradients
+    from peftds_ext.integrations.deepspeed.stage3_nvme import BudgetedReuse, NvmeCheckpoints
 
-    return type("PeftdsZeroOptimizer_Stage3", (LowPrecisionGradients, FusedStep, stock), {})
+    parts = (LowPrecisionGradients, FusedStep, BudgetedReuse, NvmeCheckpoints, stock)
+    return type("PeftdsZeroOptimizer_Stage3", parts, {})

@@ -23,6 +23,7 @@ SUPPORTED: Final = ">=0.19.8,<0.20"
 
 _INSTALL: Final = f"pip install 'deepspeed{SUPPORTED}'"
 _STAGE3: Final = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_SWAPPER: Final = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
 _CPU_ADAM: Final = "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam"
 
 
@@ -102,6 +103,30 @@ _SIGNATURES_0_19: Final[Mapping[str, Expected]] = {
     f"{_STAGE3}.get_local_fp32_grad_for_param": _exactly("self", "param"),
     f"{_STAGE3}.set_local_grad_for_param": _exactly("self", "value", "param"),
     f"{_STAGE3}.update_fp32_grad_for_param_vectorized": _exactly("self", "update_func", "param_list"),
+    # parameters on NVMe: who makes the swapper, what is called on it, checkpoints
+    "deepspeed.runtime.zero.partition_parameters:Init._validate_remote_device": _exactly(
+        "self", "remote_device", "ds_config"
+    ),
+    f"{_SWAPPER}.__init__": _exactly("self", "ds_config", "model_dtype"),
+    f"{_SWAPPER}.swappable_tensor": _exactly("self", "param", "numel"),
+    f"{_SWAPPER}.get_buffer": _exactly("self", "param", "numel"),
+    f"{_SWAPPER}.swap_out_and_release": _exactly("self", "params", "async_op", "force_buffer_release"),
+    f"{_SWAPPER}.swap_in": _exactly("self", "params", "async_op", "swap_in_buffers"),
+    f"{_SWAPPER}.synchronize_reads": _exactly("self"),
+    f"{_SWAPPER}.synchronize_writes": _exactly("self"),
+    f"{_SWAPPER}.remove_partition_and_release_buffers": _exactly("self", "params"),
+    f"{_SWAPPER}.available_swap_in_buffers": _exactly("self"),
+    f"{_SWAPPER}.swap_into_buffer": _exactly("self", "param", "dest_buffer"),
+    f"{_SWAPPER}.reserve_partitioned_swap_space": _exactly("self", "partition_num_elems"),
+    f"{_SWAPPER}.swap_out_partitioned_params": _exactly("self", "dst_fp16_params", "src_fp32_params"),
+    f"{_STAGE3}.initialize_ds_offload": Expected(
+        ("self", "module"), keywords=("ds_config", "max_reuse_distance", "max_live_parameters")
+    ),
+    f"{_STAGE3}.checkpoint_event_prologue": _exactly("self"),
+    f"{_STAGE3}.checkpoint_event_epilogue": _exactly("self"),
+    f"{_STAGE3}._rigid_load_state_dict": _exactly("self", "state_dict", "load_optimizer_states"),
+    f"{_STAGE3}._restore_from_bit16_weights": _exactly("self"),
+    f"{_STAGE3}._swap_in_sub_group_to_flat_buffer": _exactly("self", "flat_buffer", "sub_group_id"),
     # the CPU optimizer that holds parameter groups and state
     f"{_CPU_ADAM}.__init__": _exactly(
         "self",
@@ -121,7 +146,11 @@ _SIGNATURES_0_19: Final[Mapping[str, Expected]] = {
 SIGNATURES: Final[Mapping[tuple[int, int], Mapping[str, Expected]]] = {(0, 19): _SIGNATURES_0_19}
 """Per minor version: ``module:qualified name`` to what it must accept."""
 
-_ATTRIBUTES: Final = ("deepspeed.ops.adam.cpu_adam:CPUAdamBuilder", "deepspeed.comm.torch:build_shm_op")
+_ATTRIBUTES: Final = (
+    "deepspeed.ops.adam.cpu_adam:CPUAdamBuilder",
+    "deepspeed.comm.torch:build_shm_op",
+    "deepspeed.runtime.zero.partition_parameters:AsyncPartitionedParameterSwapper",
+)
 """Names that are looked up when they are used, and so can be bound to another object."""
 
 _LATE: Final = ("deepspeed.runtime.engine:DeepSpeedZeroOptimizer_Stage3",)

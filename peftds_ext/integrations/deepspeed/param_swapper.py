@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters on NVMe or on a plain disk: what stands in the place of DeepSpeed's parameter swapper.
+
+DeepSpeed's own (deepspeed/runtime/swap_tensor/partitioned_param_swapper.py) has a fixed number of uniform
+buffers, one file per parameter, and one folder for all models and runs. Here a parameter that comes in
+gets memory of its exact size, all parameters of a rank lie in one file, and each model of each process
+has a folder of its own.
+
+The protocol on ``param.ds_tensor`` is DeepSpeed's: ``status`` is AVAILABLE while ``data`` is the partition,
+INFLIGHT while a read-ahead is under way, and NOT_AVAILABLE while the partition is on the disk alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from peftds_ext.integrations.deepspeed.offload import NVME_PATH, memory_budget
+from peftds_ext.integrations.deepspeed.section import read_section
+from peftds_ext.store.engine import StorageEngine, choose_settings
+from peftds_ext.store.folder import StoreFolder
+from peftds_ext.store.swap_file import PendingRead, SwapFile
+
+logger = logging.getLogger("peftds_ext")
+
+_MIN_SWAPPED_BYTES: Final = 1 << 20
+"""Smaller partitions stay in memory (deepspeed/runtime/swap_tensor/utils.py, MIN_AIO_BYTES)."""
+
+
+class ParameterSwapper:
+    """Writes partitions to a swap file and brings them back, for one model.
+
+    Made by ``deepspeed.zero.Init``. Its methods are those that DeepSpeed calls on
+    ``AsyncPartitionedParameterSwapper``, with the same contracts. Thread-safe.
+    """
+
+    def __init__(self, ds_config: Any, model_dtype: torch.dtype) -> None:
+        """Make the folder and the file below the configuration's ``nvme_path``.
+
+        Raises:
+            StorageError: they cannot be made; the message names ``nvme_path``.
+            ConfigError: the section ``"peftds_ext"`` or ``PEFTDS_IO_FAULTS`` is not valid.
+        """
+        from deepspeed import comm
+        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+        self._status = PartitionedParamStatus
+        raw: Mapping[str, Any] = ds_config._param_dict
+        root = Path(ds_config.zero_config.offload_param.nvme_path)
+        self._item_bytes = model_dtype.itemsize
+        self._threshold = max(_MIN_SWAPPED_BYTES, int(ds_config.aio_config["block_size"]))
+        self._budget = memory_budget(raw, self._item_bytes)
+        rank = comm.get_rank()
+        folder = StoreFolder.create(root, rank=rank, what=NVME_PATH)
+        try:
+            settings = choose_settings(read_section(raw).io, folder.path, raw.get("aio"))
+            self._engine = StorageEngine(settings)
+            self._file = SwapFile(folder, self._engine, rank=rank, world_size=comm.get_world_size())
+        except BaseException:
+            folder.remove()
+            raise
+        weakref.finalize(self, self._file.close)
+        self._lock = threading.RLock()
+        self._reading: dict[int, tuple[Any, PendingRead]] = {}
+        logger.info("parameters on disk: %s, engine %s", self._file.path, self._engine.method)
+
+    # -- which partitions are swapped, and their first write ------------------------------------------
+
+    def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
+        """Tell whether a partition is large enough to be kept on the disk."""
+        elements: int = param.ds_tensor.ds_numel if numel is None else numel
+        return elements * self._item_bytes >= self._threshold
+
+    def has(self, param: Any) -> bool:
+        """Tell whether a partition of this parameter is kept on the disk."""
+        return str(getattr(param.ds_tensor.final_location, "value", "")) == "nvme"
+
+    def get_buffer(self, param: Any, numel: int) -> Tensor:
+        """Return memory for a partition that is going to be written for the first time."""
+        return self._engine.empty(numel, param.dtype)
+
+    def swap_out_and_release(
+        self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
+    ) -> None:
+        """Write partitions that differ from what is on the disk, and give their memory back.
+
+        Raises:
+            StorageError: a write failed; that partition stays AVAILABLE in memory.
+        """
+        with self._lock:
+            for param in params:
+                key, tensor = _key(param), param.ds_tensor.data
+                # A gather with a modifier rank ends here even when nothing was modified.
+                if not self._file.holds(key, tensor):
+                    self._file.write(key, tensor)
+                self._drop(param)
+
+    # -- residency ------------------------------------------------------------------------------------
+
+    def swap_in(
+        self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Sequence[Tensor] | None = None
+    ) -> None:
+        """Bring partitions into memory; with ``async_op`` start to, as far as the memory budget allows.
+
+        Partitions that are there or on their way are left as they are. Without ``async_op`` all that was
+        on its way is there at the end, as DeepSpeed expects.
+
+        Raises:
+            StorageError: a read failed (CorruptDataError: other bytes are there than were written).
+        """
+        with self._lock:
+            for param in params:
+                if param.ds_tensor.status != self._status.NOT_AVAILABLE:
+                    continue
+                if async_op and not self._has_room(param):
+                    break
+                self._reading[param.ds_id] = (param, self._file.fetch(_key(param), ahead=async_op))
+                param.ds_tensor.status = self._status.INFLIGHT
+            if not async_op:
+                self.synchronize_reads()
+
+    def read_ahead(self, params: Sequence[Any]) -> None:
+        """Start reading partitions that are going to be used next; those that are in memory stay as they are.
+
+        Raises:
+            StorageError: the last write of one of them failed.
+        """
+        with self._lock:
+            for param in params:
+                if param.ds_tensor.status == self._status.NOT_AVAILABLE:
+                    self._reading[param.ds_id] = (param, self._file.fetch(_key(param), ahead=True))
+                    param.ds_tensor.status = self._status.INFLIGHT
+
+    def synchronize_reads(self) -> None:
+        """Wait for all reads that are under way; those partitions become AVAILABLE.
+
+        Raises:
+            StorageError: a read failed. That partition is NOT_AVAILABLE again, and no read is left waiting.
+        """
+        with self._lock:
+            failure: BaseException | None = None
+            for param, read in list(self._reading.values()):
+                try:
+                    param.ds_tensor.data = read.wait()
+                    param.ds_tensor.status = self._status.AVAILABLE
+                except BaseException as error:
+                    failure = failure or error
+                    param.ds_tensor.status = self._status.NOT_AVAILABLE
+            self._reading.clear()
+            if failure is not None:
+                raise failure
+
+    def synchronize_writes(self) -> None:
+        """Return at once: writes are over when the methods that make them return."""
+
+    def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
+        """Drop partitions from memory; their memory goes back when nobody holds a view of it."""
+        with self._lock:
+            for param in params:
+                self._drop(param)
+
+    def available_swap_in_buffers(self) -> int:
+        """Return how many partitions DeepSpeed's read-ahead may ask for; :meth:`swap_in` counts bytes."""
+        return 1 << 20
+
+    def swap_into_buffer(self, param: Any, dest_buffer: Tensor) -> None:
+        """Read a partition into foreign memory, of any dtype and device; it stays on the disk as well.
+
+        Raises:
+            StorageError: the read failed.
+        """
+        with self._lock:
+            self._forget_read(param)
+            ready_for_reads = dest_buffer.device.type == "cpu" and dest_buffer.is_contiguous()
+            if ready_for_reads and dest_buffer.dtype == param.ds_tensor.dtype:
+                self._file.read_into(_key(param), dest_buffer)
+            else:
+                dest_buffer.copy_(self._file.fetch(_key(param)).wait())
+
+    # -- trainable partitions that do not fit max_in_cpu ----------------------------------------------
+
+    def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
+        """Return at once: partitions are written from memory of their exact size."""
+
+    def swap_out_partitioned_params(
+        self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[Tensor]
+    ) -> None:
+        """Cast updated masters to their partitions' dtype and write them.
+
+        Raises:
+            StorageError: a write failed.
+        """
+        with self._lock:
+            for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
+                target = self.staging(source.numel(), param.ds_tensor.dtype)
+                target.copy_(source)
+                self.update_partition(param, target)
+
+    def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for partitions that are about to be written."""
+        return self._engine.empty(numel, dtype)
+
+    def update_partition(self, param: Any, values: Tensor) -> None:
+        """Give a partition new values, of its dtype, wherever it is now.
+
+        Raises:
+            StorageError: a write failed.
+        """
+        with self._lock:
+            self._forget_read(param)
+            if param.ds_tensor.status == self._status.AVAILABLE:
+                param.ds_tensor.data.copy_(values)
+            if self.has(param):
+                self._file.write(_key(param), values)
+
+    # -- checkpoints ----------------------------------------------------------------------------------
+
+    def expose(self, param: Any) -> None:
+        """Let a partition's ``data`` be its bytes on the disk, without reading them; the status stays."""
+        with self._lock:
+            self._forget_read(param)
+            param.ds_tensor.data = self._file.mapped(_key(param))
+
+    def cover(self, param: Any, *, keep_changes: bool) -> None:
+        """End :meth:`expose`; with ``keep_changes`` what was written into ``data`` goes to the disk.
+
+        Raises:
+            StorageError: a write failed.
+        """
+        with self._lock:
+            if keep_changes and not self._file.holds(_key(param), param.ds_tensor.data):
+                self._file.write(_key(param), param.ds_tensor.data)
+            self._drop(param)
+
+    # -- -----------------------------------------------------------------------------------------------
+
+    def _has_room(self, param: Any) -> bool:
+        """Whether reading this partition ahead stays within the budget; without one there is no limit."""
+        needed = param.ds_tensor.ds_numel * param.ds_tensor.dtype.itemsize
+        return self._budget is None or self._engine.arena.usage().live + needed <= self._budget
+
+    def _forget_read(self, param: Any) -> None:
+        """Let a read-ahead come to nothing: what it brings is about to be out of date, or not needed."""
+        started = self._reading.pop(param.ds_id, None)
+        if started is not None:
+            param.ds_tensor.status = self._status.NOT_AVAILABLE
+
+    def _drop(self, param: Any) -> None:
+        self._forget_read(param)
+        param.ds_tensor.data = torch.empty(0, dtype=param.ds_tensor.dtype)
+        param.ds_tensor.status = self._status.NOT_AVAILABLE
+
+
+def _key(param: Any) -> str:
+    return f"param{param.ds_id}"

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters on NVMe: every kind of LoRA run gives the losses of the CPU-offload run, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ds_nvme import (
+    LARGE_ADAPTER,
+    batches,
+    configured,
+    lora_on,
+    result_of,
+    shape_for_disk,
+    swapper_of,
+    train_step,
+)
+from ds_runner import Runner
+from ds_worker import Run
+from torch import Tensor
+
+STEPS = 6
+
+
+def train(
+    run: Run,
+    device: str,
+    model: dict[str, Any] | None = None,
+    adapter: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
+    offload: dict[str, Any] | None = None,
+    reentrant: bool | None = None,
+    between: str = "",
+    accumulation: int = 1,
+    zero_init: bool = False,
+) -> dict[str, Any]:
+    """Train as asked for; ``between`` names what happens after every second step."""
+    import deepspeed
+
+    config = configured(run, device, run.tmp / "disk", zero or {}, offload or {})
+    config["gradient_accumulation_steps"] = accumulation
+    if zero_init:  # the adapters stay fp32, as with the Trainer
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            whole = shape_for_disk(**(model or {}))
+    else:
+        whole = shape_for_disk(**(model or {}))
+    whole = lora_on(whole, **(adapter or {}))
+    if reentrant is not None:
+        whole.enable_input_require_grads()
+        whole.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    engine = run.initialize(whole, config)
+    losses = []
+    for number, batch in enumerate(batches(STEPS)):
+        losses.append(train_step(engine, batch))
+        if between and number % 2:
+            losses.extend(BETWEEN[between](engine, batch))
+    return result_of(engine, losses)
+
+
+def evaluate(engine: Any, batch: Tensor) -> list[float]:
+    engine.eval()
+    with torch.no_grad():
+        loss = float(engine(input_ids=batch, labels=batch).loss)
+    engine.train()
+    return [loss]
+
+
+def generate(engine: Any, batch: Tensor) -> list[float]:
+    engine.eval()
+    with torch.no_grad():
+        made = engine.module.generate(
+            input_ids=batch[:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0
+        )
+    engine.train()
+    return [float(token) for token in made.flatten()]
+
+
+def save_adapter(engine: Any, batch: Tensor) -> list[float]:
+    """Gather everything, as a save does, and count what that writes to the disk."""
+    import deepspeed
+
+    before = _writes(engine)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        total = sum(float(parameter.detach().float().sum()) for parameter in engine.module.parameters())
+    return [total, float(_writes(engine) - before)]
+
+
+def _writes(engine: Any) -> int:
+    swapper = swapper_of(engine)
+    if swapper is None:
+        return 0
+    counter: Any = swapper._file
+    if not hasattr(counter, "writes"):
+        counter.writes, write = 0, counter.write
+
+        def counted(key: str, tensor: Tensor) -> None:
+            counter.writes += 1
+            write(key, tensor)
+
+        counter.write = counted
+    return int(counter.writes)
+
+
+BETWEEN: dict[str, Callable[[Any, Tensor], list[float]]] = {
+    "eval": evaluate,
+    "generate": generate,
+    "save": save_adapter,
+}
+
+CASES: dict[str, dict[str, Any]] = {
+    "default settings": {},
+    "accumulation": {"accumulation": 2},
+    "checkpointing": {"reentrant": False},
+    "reentrant checkpointing": {"reentrant": True},
+    "everything released at once": {"zero": {"stage3_max_reuse_distance": 0}, "reentrant": True},
+    "tied embeddings": {"model": {"tie_word_embeddings": True}},
+    "modules_to_save": {"adapter": {"modules_to_save": ["lm_head"]}},
+    "fp32 adapters on a bf16 base": {"zero_init": True},
+    "large fp32 adapters on a bf16 base": {"zero_init": True, "adapter": LARGE_ADAPTER},
+    "trainable beyond max_in_cpu": {"adapter": LARGE_ADAPTER, "offload": {"max_in_cpu": 0}},
+    "modules_to_save beyond max_in_cpu": {
+        "adapter": {"modules_to_save": ["lm_head"]},
+        "offload": {"max_in_cpu": 0},
+        "zero": {"sub_group_size": 1000, "stage3_max_reuse_distance": 0},
+    },
+    "eval between steps": {"between": "eval"},
+    "generate() between steps": {"between": "generate"},
+    "gathering between steps": {"between": "save"},
+    "all below the threshold": {"model": {"hidden_size": 64, "intermediate_size": 128}},
+    "one larger than any buffer": {"offload": {"buffer_count": 2, "buffer_size": 100_000}},
+    "no read-ahead": {"zero": {"stage3_prefetch_bucket_size": 0}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_of_cpu_offload(runner: Runner, case: str) -> None:
+    on_cpu = runner.one(train, device="cpu", **CASES[case]).result
+    on_disk = runner.one(train, device="nvme", **CASES[case]).result
+    assert on_disk["losses"] == on_cpu["losses"]
+    assert on_disk["masters"].keys() == on_cpu["masters"].keys()
+    for name, master in on_disk["masters"].items():
+        assert torch.equal(master, on_cpu["masters"][name]), name
+    assert on_cpu["placement"]["frozen"] == 0
+    assert (on_disk["placement"]["frozen"] > 0) == (case != "all below the threshold")
+    assert (on_disk["placement"]["trainable"] > 0) == ("beyond max_in_cpu" in case)
+    live, held = on_disk["memory"]
+    assert held <= 1.05 * live
+
+
+def two_engines(run: Run, device: str) -> dict[str, Any]:
+    """Train two models of one process in turn, on one path."""
+    engines = []
+    for seed in range(2):
+        whole = lora_on(shape_for_disk(rms_norm_eps=1e-6 * (1 + seed)))
+        engines.append(run.initialize(whole, configured(run, device, run.tmp / "disk", {}, {})))
+    losses = [[train_step(engine, batch) for engine in engines] for batch in batches(4)]
+    paths = {str(swapper_of(engine)._file.path) for engine in engines} if device == "nvme" else set()
+    return {"losses": losses, "files": len(paths)}
+
+
+def test_two_models_of_one_process_share_a_path(runner: Runner) -> None:
+    on_cpu = runner.one(two_engines, device="cpu").result
+    on_disk = runner.one(two_engines, device="nvme").result
+    assert on_disk["losses"] == on_cpu["losses"]
+    assert on_disk["files"] == 2
+
+
+def test_two_processes_share_a_path(runner: Runner, tmp_path: Path) -> None:
+    alone = runner.one(train, device="cpu").result
+    first, second = runner.run(train, "ours", "ours", device="nvme", tmp=tmp_path)
+    assert first[0].result["losses"] == second[0].result["losses"] == alone["losses"]
+    assert list((tmp_path / "disk" / "peftds_ext_swap").glob("rank*")) == []
+
+
+def through_a_checkpoint(
+    run: Run, saved_by: str, loaded_by: str, adapter: dict[str, Any], offload: dict[str, Any]
+) -> Any:
+    """Train, save, and load into an engine whose weights were other ones; train both on."""
+    losses = {}
+    folder = run.tmp / "checkpoint"
+    for role, device in (("saved", saved_by), ("loaded", loaded_by)):
+        torch.manual_seed(0)
+        whole = lora_on(shape_for_disk(), **adapter)
+        if role == "loaded":
+            for parameter in whole.parameters():
+                parameter.data.mul_(0.5)
+        config = configured(run, device, run.tmp / f"disk-{role}", {}, offload if device == "nvme" else {})
+        engine = run.initialize(whole, config)
+        if role == "saved":
+            for batch in batches(3):
+                train_step(engine, batch)
+            engine.save_checkpoint(str(folder))
+        else:
+            engine.load_checkpoint(str(folder))
+        losses[role] = [train_step(engine, batch) for batch in batches(5)[3:]]
+        losses[role] += [train_step(engine, batch) for batch in batches(2)]
+    return losses
+
+
+@pytest.mark.parametrize("trainable", ["in memory", "on the disk"])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("nvme", "nvme"), ("nvme", "cpu"), ("cpu", "nvme")])
+def test_checkpoints_go_from_tier_to_tier(
+    runner: Runner, saved_by: str, loaded_by: str, trainable: str
+) -> None:
+    on_disk = trainable == "on the disk"
+    losses = runner.one(
+        through_a_checkpoint,
+        saved_by=saved_by,
+        loaded_by=loaded_by,
+        adapter=LARGE_ADAPTER if on_disk else {},
+        offload={"max_in_cpu": 0} if on_disk else {},
+    ).result
+    assert losses["loaded"] == losses["saved"]
