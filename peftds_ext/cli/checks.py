@@ -38,7 +38,13 @@ def run_checks(config_path: Path | None = None) -> list[Check]:
     nothing is raised.
     """
     from peftds_ext.cli.config_checks import check_config_file, reads_pinned
-    from peftds_ext.cli.machine_checks import check_gpu, check_memlock, check_memory, check_threads
+    from peftds_ext.cli.machine_checks import (
+        check_gpu,
+        check_memlock,
+        check_memory,
+        check_storage_engine,
+        check_threads,
+    )
 
     probes: dict[str, Probe] = {
         "versions": check_versions,
@@ -46,6 +52,7 @@ def run_checks(config_path: Path | None = None) -> list[Check]:
         "threads": check_threads,
         "memory": check_memory,
         "locked memory": lambda: check_memlock(pinned=reads_pinned(config_path)),
+        "storage engine": check_storage_engine,
         "GPU": check_gpu,
         "CUDA kernels": check_cuda_kernels,
         "DeepSpeed support": check_deepspeed_support,

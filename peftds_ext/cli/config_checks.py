@@ -5,16 +5,26 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import shutil
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from peftds_ext.cli.checks import Check, Status
+from peftds_ext.cli.machine_checks import gib
 from peftds_ext.config import SECTION, PeftdsConfig
 from peftds_ext.errors import ConfigError
 from peftds_ext.integrations.deepspeed.conflicts import find_conflicts
-from peftds_ext.integrations.deepspeed.offload import offloads_optimizer
+from peftds_ext.integrations.deepspeed.offload import (
+    NVME_PATH,
+    nvme_path,
+    offloads_optimizer,
+    offloads_parameters_to_nvme,
+)
 from peftds_ext.integrations.deepspeed.section import parse_text, read_section
+from peftds_ext.integrations.deepspeed.swapper_seam import check_nvme_path
+from peftds_ext.store.media import Media, locate
 
 _FILE: Final = "configuration file"
 
@@ -105,10 +115,40 @@ def _work(raw: Mapping[str, Any]) -> Iterator[Check]:
     zero = raw.get("zero_optimization", {})
     if not isinstance(zero, Mapping | bool):
         yield Check("zero_optimization", "error", f"not an object: {zero!r}", "write an object with a stage")
-    elif not offloads_optimizer(raw):
-        found = "the optimizer is not offloaded, so the engine has nothing to do"
+        return
+    if not offloads_optimizer(raw) and not offloads_parameters_to_nvme(raw):
+        found = "neither the optimizer is offloaded nor are parameters on NVMe: the engine has nothing to do"
         remedy = 'set a stage from 1 to 3 and "offload_optimizer": {"device": "cpu"}'
         yield Check("zero_optimization", "warning", found, remedy)
+    if offloads_parameters_to_nvme(raw):
+        yield from _nvme_path(raw)
+
+
+def _nvme_path(raw: Mapping[str, Any]) -> Iterator[Check]:
+    """What the folder for parameters lies on; it is not made if it is missing."""
+    try:
+        check_nvme_path(raw)
+    except ConfigError as error:
+        yield Check(NVME_PATH, "error", str(error), "give a folder")
+        return
+    path = Path(str(nvme_path(raw))).absolute()
+    existing = next(place for place in (path, *path.parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        found = f"{existing} is not a folder that can be written to"
+        yield Check(NVME_PATH, "error", found, "give a folder that this user may write to")
+        return
+    location = locate(existing)
+    free = shutil.disk_usage(existing).free
+    value = (
+        f"{path}: {location.file_system or 'unknown file system'}, {location.media.value}, {gib(free)} free"
+    )
+    if location.media is Media.MEMORY:
+        remedy = "give a folder on a disk, or use the device cpu"
+        yield Check(NVME_PATH, "warning", f"{value}: this is the host's memory", remedy)
+    elif path != existing:
+        yield Check(NVME_PATH, "note", f"{value}; the folder will be made below {existing}")
+    else:
+        yield Check(NVME_PATH, "ok", value)
 
 
 def _conflicts(raw: Mapping[str, Any], config: PeftdsConfig) -> Iterator[Check]:

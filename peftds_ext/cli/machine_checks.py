@@ -68,6 +68,26 @@ def check_memlock(*, pinned: bool) -> Iterator[Check]:
         yield Check("locked memory", "ok", f"at most {mib(limit)}")
 
 
+def check_storage_engine() -> Iterator[Check]:
+    """Whether files are read and written by io_uring, and the reason if by threads."""
+    from peftds_ext import _native
+    from peftds_ext.errors import NativeLoadError
+
+    try:
+        engine = _native.core().Engine()
+    except NativeLoadError:
+        yield Check("storage engine", "note", "unknown: the compiled core is not loaded")
+        return
+    try:
+        if engine.method == "io_uring":
+            yield Check("storage engine", "ok", "io_uring")
+        else:
+            remedy = "threads reach the same bandwidth with more CPU time; nothing need be done"
+            yield Check("storage engine", "note", f"{engine.method}: {engine.why_threads}", remedy)
+    finally:
+        engine.close()
+
+
 def check_gpu() -> Iterator[Check]:
     """Names and memory of the GPUs that torch can use, or the reason why there are none."""
     import torch
