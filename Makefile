@@ -6,6 +6,8 @@ VENV   ?= .venv
 # Where there is no GPU, a torch that is built for the CPU on many systems; any other will do:
 # make TORCH="torch==2.14.1" demo
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch==2.14.1,torch==2.13.0)
+# Where the demo keeps parameters between their uses: cpu or nvme (files in out/nvme).
+OFFLOAD ?= cpu
 
 BIN     := $(abspath $(VENV))/bin
 TOOLS   := $(VENV)/.tools
@@ -13,10 +15,13 @@ BUILT   := $(VENV)/.built
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test cpp-test python-test install bench lint format clean
+.PHONY: demo known-offload test cpp-test python-test install bench lint format clean
 
-demo: install
-	$(BIN)/python examples/lora_minilm.py
+demo: known-offload install
+	$(BIN)/python examples/lora_minilm.py --offload $(OFFLOAD)
+
+known-offload:
+	@$(if $(filter "cpu" "nvme","$(OFFLOAD)"),:,$(error OFFLOAD is "$(OFFLOAD)", but must be cpu or nvme))
 
 test: cpp-test python-test
 
@@ -29,7 +34,7 @@ python-test: install
 install: $(BUILT)
 
 bench: install
-	$(BIN)/python -m pytest benchmarks/bench_adamw.py benchmarks/bench_engine_step.py -s
+	$(BIN)/python -m pytest benchmarks/bench_adamw.py benchmarks/bench_engine_step.py benchmarks/bench_io.py -s
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo shows: progress while it trains, and where memory lies and what came out at the end."""
+"""What the scripts show: progress while they train, and where memory lies and what came out at the end."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -35,7 +37,18 @@ class MemoryRow:
     name: str
     device: str
     dtype: str
+    tensors: int
     bytes: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How many parameters, or parts of them, lie where on this rank, and their bytes."""
+
+    nvme_parameters: int
+    nvme_bytes: int
+    memory_parameters: int
+    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -54,18 +67,17 @@ class AdapterCheck:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """All that the demo reports. Losses and times are those of rank 0, memory is per rank."""
+class RunFigures:
+    """What every script reports. Losses and times are those of rank 0, memory is per rank."""
 
     engine: str
+    offload: str
     device: str
     ranks: int
     losses: list[float]
     step_seconds: list[float]
-    recall_before: float
-    recall_after: float
+    placement: Placement
     memory: list[MemoryRow]
-    adapter: AdapterCheck
     total_seconds: float
 
     @property
@@ -93,6 +105,46 @@ class Figures:
         path.write_text(json.dumps(derived | asdict(self), indent=2) + "\n")
 
 
+@dataclass(frozen=True)
+class Figures(RunFigures):
+    """All that the demo reports."""
+
+    recall_before: float
+    recall_after: float
+    adapter: AdapterCheck
+
+
+def run_figures(engine: Any, progress: Progress, started: float) -> dict[str, Any]:
+    """Return the fields of :class:`RunFigures` that a live engine and its progress give."""
+    return {
+        "device": str(engine.device),
+        "ranks": engine.world_size,
+        "losses": progress.losses,
+        "step_seconds": progress.seconds,
+        "placement": placement(engine.module.parameters()),
+        "memory": memory_rows(engine),
+        "total_seconds": time.perf_counter() - started,
+    }
+
+
+def on_nvme(parameter: Any) -> bool:
+    """Whether DeepSpeed keeps this rank's part of the parameter in a file between its uses."""
+    return bool(parameter.ds_tensor.final_location == "nvme")
+
+
+def part_bytes(parameter: Any) -> int:
+    """Return the bytes of this rank's part, whether it is in memory at the moment or not."""
+    return int(parameter.ds_tensor.ds_numel * parameter.element_size())
+
+
+def placement(parameters: Iterable[Any]) -> Placement:
+    """Count where the parameters of a ZeRO-3 engine lie between their uses."""
+    held = list(parameters)
+    stored = [part_bytes(parameter) for parameter in held if on_nvme(parameter)]
+    kept = [part_bytes(parameter) for parameter in held if not on_nvme(parameter)]
+    return Placement(len(stored), sum(stored), len(kept), sum(kept))
+
+
 def memory_rows(engine: Any) -> list[MemoryRow]:
     """Measure what a live ZeRO-3 engine holds on this rank: its parameters' homes and optimizer states."""
     parameters = list(engine.module.parameters())
@@ -102,8 +154,8 @@ def memory_rows(engine: Any) -> list[MemoryRow]:
     moments = [value for value in values if isinstance(value, Tensor) and value.dim() > 0]
     copies = [master.grad for master in masters if master.grad is not None]
     return [
-        _row("frozen parameters", (p.ds_tensor for p in parameters if not p.requires_grad)),
-        _row("trainable parameters", (p.ds_tensor for p in parameters if p.requires_grad)),
+        *_parameter_rows("frozen parameters", [p for p in parameters if not p.requires_grad]),
+        *_parameter_rows("trainable parameters", [p for p in parameters if p.requires_grad]),
         _row("master weights", masters),
         _row("Adam moments", moments),
         _row("gradients", [engine.optimizer.grad_partitions_flat_buffer]),
@@ -111,14 +163,30 @@ def memory_rows(engine: Any) -> list[MemoryRow]:
     ]
 
 
+def _parameter_rows(name: str, parameters: Sequence[Any]) -> list[MemoryRow]:
+    """Return one row for what stays in memory and, where there is any, one for what lies on NVMe."""
+    rows = [_row(name, (parameter.ds_tensor for parameter in parameters if not on_nvme(parameter)))]
+    stored = [parameter for parameter in parameters if on_nvme(parameter)]
+    if stored:
+        total = sum(part_bytes(parameter) for parameter in stored)
+        dtypes = _dtypes(parameter.dtype for parameter in stored)
+        rows.append(MemoryRow(f"{name} on NVMe", "nvme", dtypes, len(stored), total))
+    return rows
+
+
 def _row(name: str, tensors: Iterable[Tensor]) -> MemoryRow:
     held = list(tensors)
     return MemoryRow(
         name,
         device=", ".join(sorted({str(tensor.device) for tensor in held})) or "-",
-        dtype=", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in held})) or "-",
+        dtype=_dtypes(tensor.dtype for tensor in held),
+        tensors=len(held),
         bytes=sum(tensor.numel() * tensor.element_size() for tensor in held),
     )
+
+
+def _dtypes(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})) or "-"
 
 
 class Progress:
@@ -164,28 +232,43 @@ class Progress:
             self.say(f"step {done:>4}/{self._steps}  {text}")
 
 
-def print_figures(figures: Figures) -> None:
-    """Print the two closing tables."""
-    results = Table(title=f"LoRA on MiniLM, engine: {figures.engine}", show_header=False)
-    loss = f"{figures.loss_first:.3f} -> {figures.loss_last:.3f}"
-    check = figures.adapter
-    for name, value in (
-        (f"loss, mean of first and last {figures.averaged_steps} steps", loss),
-        ("recall@1 on held-out paragraphs", f"{figures.recall_before:.3f} -> {figures.recall_after:.3f}"),
-        ("time per step, median", f"{figures.median_step_seconds:.3f} s"),
-        ("time in all", f"{figures.total_seconds:.0f} s on {figures.ranks} x {figures.device}"),
-        ("adapter", escape(check.path)),
-        (
-            "reloaded with PEFT",
-            f"{'equal' if check.passed else '[red]NOT EQUAL[/]'}: difference "
-            f"{check.difference:.1e}, allowed {check.tolerance:.1e}, "
-            f"without the adapter {check.difference_from_base:.1e}",
+def run_rows(figures: RunFigures) -> dict[str, str]:
+    """Return the lines of the closing table that every script has."""
+    where = figures.placement
+    return {
+        f"loss, mean of first and last {figures.averaged_steps} steps": (
+            f"{figures.loss_first:.3f} -> {figures.loss_last:.3f}"
         ),
-    ):
+        "time per step, median": f"{figures.median_step_seconds:.3f} s",
+        "time in all": f"{figures.total_seconds:.0f} s on {figures.ranks} x {figures.device}",
+        "parameters on NVMe": f"{where.nvme_parameters}, {where.nvme_bytes / 1e6:.2f} MB",
+        "parameters in memory": f"{where.memory_parameters}, {where.memory_bytes / 1e6:.2f} MB",
+    }
+
+
+def print_figures(figures: Figures) -> None:
+    """Print the closing tables of the demo."""
+    check = figures.adapter
+    recall = f"{figures.recall_before:.3f} -> {figures.recall_after:.3f}"
+    reloaded = (
+        f"{'equal' if check.passed else '[red]NOT EQUAL[/]'}: difference "
+        f"{check.difference:.1e}, allowed {check.tolerance:.1e}, "
+        f"without the adapter {check.difference_from_base:.1e}"
+    )
+    rows = {"recall@1 on held-out paragraphs": recall, **run_rows(figures)}
+    rows |= {"adapter": escape(check.path), "reloaded with PEFT": reloaded}
+    print_tables(f"LoRA on MiniLM, engine: {figures.engine}", rows, figures.memory)
+
+
+def print_tables(title: str, rows: Mapping[str, str], memory: Iterable[MemoryRow]) -> None:
+    """Print the two closing tables; the values of ``rows`` may hold markup."""
+    results = Table(title=title, show_header=False)
+    for name, value in rows.items():
         results.add_row(name, value)
     console.print(results)
-    memory = Table("held by the engine, per rank", "where", "dtype", title="Memory")
-    memory.add_column("MB", justify="right")
-    for row in figures.memory:
-        memory.add_row(row.name, row.device, row.dtype, f"{row.bytes / 1e6:.2f}")
-    console.print(memory)
+    held = Table("held by the engine, per rank", "where", "dtype", title="Memory")
+    held.add_column("tensors", justify="right")
+    held.add_column("MB", justify="right")
+    for row in memory:
+        held.add_row(row.name, row.device, row.dtype, str(row.tensors), f"{row.bytes / 1e6:.2f}")
+    console.print(held)

@@ -3,6 +3,7 @@
 
     python examples/lora_minilm.py                    # with peftds_ext
     python examples/lora_minilm.py --engine stock     # the same with plain DeepSpeed
+    python examples/lora_minilm.py --offload nvme     # parameters in files
     deepspeed examples/lora_minilm.py                 # one process per GPU
 
 The model, all-MiniLM-L6-v2, and the texts, Python's own help topics, come with installed packages;
@@ -14,17 +15,16 @@ DeepSpeed and PEFT script.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import random
-import socket
 import sys
 import time
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from swap_folder import temporary_folder
 
 # Read when the libraries are imported. Threads that spin while they wait would steal the cores that a
 # busy machine's other processes, or other ranks, need.
@@ -35,15 +35,17 @@ import deepspeed
 import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
-from demo_report import AdapterCheck, Figures, Progress, memory_rows, print_figures
+from demo_report import AdapterCheck, Figures, Progress, print_figures, run_figures
 from peft import LoraConfig, PeftModel, get_peft_model
+from rich.markup import escape
 from sentence_encoder import base_model, embed, model_dir, recall_at_1, tokenize
+from startup import RunOptions, add_run_options, join_process_group, parse_values, run_script
 from topics_data import Batches, TopicsData, build_dataset, candidate_topics, python_help_topics
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from peftds_ext.errors import PeftdsError
-
+SWAP_PARENT = Path("out/nvme")
+"""Not the system's folder for temporary files: that is often a RAM disk."""
 CANDIDATES = 24
 TEMPERATURE = 0.1
 CHECKED_PARAGRAPHS = 8
@@ -57,35 +59,19 @@ bits). An adapter that is lost or partly written shows: the report gives the dis
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(RunOptions):
     """The command line."""
 
-    engine: str
-    steps: int
-    batch: int
-    lr: float
-    seed: int
     output: Path
-    json: Path | None
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    parser = argparse.ArgumentParser(description="LoRA under ZeRO-3 with CPU offload, on a real task.")
-    add = parser.add_argument
-    add("--engine", choices=("peftds", "stock"), default="peftds", help="stock is plain DeepSpeed")
-    add("--steps", type=positive, default=60, help="training steps (default: %(default)s)")
-    add("--batch", type=positive, default=32, help="paragraphs per step and rank (default: %(default)s)")
-    add("--lr", type=float, default=4e-3, help="peak learning rate (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of data, adapter and dropout (default: %(default)s)")
-    add("--output", type=Path, default=Path("out/lora_minilm"), help="adapter folder (default: %(default)s)")
-    add("--json", type=Path, help="also write the figures to this file")
-    return Options(**vars(parser.parse_args(arguments)))
-
-
-def positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
+    parser = argparse.ArgumentParser(description="LoRA under ZeRO-3 with offload, on a real task.")
+    temporary = f"default: a temporary one in {SWAP_PARENT}"
+    add_run_options(parser, offload="cpu", nvme_path=temporary, steps=60, batch=32, lr=4e-3)
+    output = Path("out/lora_minilm")
+    parser.add_argument("--output", type=Path, default=output, help="adapter folder (default: %(default)s)")
+    return Options(**parse_values(parser, arguments))
 
 
 def ds_config(options: Options) -> dict[str, Any]:
@@ -95,7 +81,7 @@ def ds_config(options: Options) -> dict[str, Any]:
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {"device": "cpu"},
-            "offload_param": {"device": "cpu"},
+            "offload_param": options.offload_param,
         },
         "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "weight_decay": 0.0}},
         "scheduler": {
@@ -111,17 +97,6 @@ def ds_config(options: Options) -> dict[str, Any]:
     if options.engine == "peftds":
         config["peftds_ext"] = {"enabled": True}  # (2) the section that switches the engine on
     return config
-
-
-def join_process_group() -> None:
-    """Join the launcher's processes, or become a group of one when there is no launcher."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free_port = probe.getsockname()[1]
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    for name, value in {"MASTER_PORT": free_port, "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}.items():
-        os.environ.setdefault(name, str(value))
-    deepspeed.init_distributed()
 
 
 def start_engine(options: Options) -> Any:
@@ -207,6 +182,8 @@ def run(options: Options) -> int:
 
         peftds_ext.install()  # (1) before anything of DeepSpeed's is set up
     join_process_group()
+    if options.offload == "nvme" and options.nvme_path is None:
+        options = replace(options, nvme_path=temporary_folder(SWAP_PARENT))
     options.output.mkdir(parents=True, exist_ok=True)
     data = build_dataset(python_help_topics(), seed=options.seed)
     tokenizer = AutoTokenizer.from_pretrained(model_dir())
@@ -216,6 +193,8 @@ def run(options: Options) -> int:
             f"{options.engine}: {len(data.train)} paragraphs of {len(data.names)} topics, "
             f"{len(data.held_out)} held out"
         )
+        if options.nvme_path is not None:
+            progress.say(f"parameters on NVMe lie in {escape(str(options.nvme_path))}")
         before = evaluate(engine, tokenizer, data)
         progress.say(f"recall@1 on held-out paragraphs before training: {before:.3f}")
         train(engine, tokenizer, data, options, progress)
@@ -226,15 +205,11 @@ def run(options: Options) -> int:
         return 0
     figures = Figures(
         engine=options.engine,
-        device=str(engine.device),
-        ranks=engine.world_size,
-        losses=progress.losses,
-        step_seconds=progress.seconds,
+        offload=options.offload,
         recall_before=before,
         recall_after=after,
-        memory=memory_rows(engine),
         adapter=check,
-        total_seconds=time.perf_counter() - started,
+        **run_figures(engine, progress, started),
     )
     print_figures(figures)
     if options.json:
@@ -242,23 +217,8 @@ def run(options: Options) -> int:
     return 0 if check.passed else 1
 
 
-def quiet() -> None:
-    """Leave only warnings of the libraries, and not those that a user can do nothing about."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|torch\.distributed")
-    schedule = "Attempting to get learning rate from scheduler before it has started"
-    logging.getLogger("DeepSpeed").addFilter(lambda record: schedule not in record.getMessage())
-
-
 def main() -> int:
-    options = parse_options()
-    quiet()
-    try:
-        return run(options)
-    except (PeftdsError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_script(run, parse_options())
 
 
 if __name__ == "__main__":

