@@ -7,10 +7,12 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import machine
 import pytest
+import storage
 from interleave import Comparison, Measure, NotMeasured
 from replay import replay
 from report import LEAST_ROUNDS, Report
@@ -30,6 +32,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--check-targets", action="store_true", help="fail where a ratio misses its target or is not measured"
     )
+    storage_group = parser.getgroup("peftds_ext benchmarks: storage")
+    storage_group.addoption(
+        "--io-bytes", type=int, default=1 << 30, help="bytes of each file of bench_io.py (default 1 GiB)"
+    )
+    storage_group.addoption(
+        "--io-path",
+        type=Path,
+        default=Path(),
+        help="folder on the disk to measure (default: here)",
+    )
+    storage_group.addoption(
+        "--io-any-folder", action="store_true", help="also a folder in memory, or without direct I/O"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,6 +55,20 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--{option.replace('_', '-')} must be at least {least}, got {value}")
     if config.getoption("check_targets") and config.getoption("rounds") < LEAST_ROUNDS:
         raise pytest.UsageError(f"--check-targets needs --rounds of at least {LEAST_ROUNDS}")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse a folder that gives no result before anything is measured."""
+    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
+    for module in modules:
+        if module.__name__ != "bench_io":
+            continue
+        options = session.config.option
+        reason = storage.complaint(
+            options.io_path, options.io_bytes, len(module.SUBJECTS), any_folder=options.io_any_folder
+        )
+        if reason is not None:
+            raise pytest.UsageError(reason)
 
 
 @pytest.fixture(scope="session")

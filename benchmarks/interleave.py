@@ -115,12 +115,16 @@ class Measure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Speed of ``ours`` relative to the fastest of ``baselines``; ``target``: the least that is promised."""
+    """Speed of ``ours`` relative to the fastest of ``baselines``; ``target``: the least that is promised.
+
+    ``quantity`` names what is compared where the measures are no times, but still the less the better.
+    """
 
     label: str
     ours: Measure
     baselines: tuple[Measure, ...]
     target: float | None
+    quantity: str = "the speed"
 
 
 @dataclass(frozen=True)

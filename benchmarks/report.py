@@ -118,6 +118,6 @@ class Report:
             verdict = "met" if ratio.speed >= comparison.target else "MISSED"
             target = f"target {comparison.target:.2f}x: {'no verdict' if self.is_miniature else verdict}"
         return (
-            f"{ratio.speed:.2f}x the speed of {ratio.baseline.label} "
+            f"{ratio.speed:.2f}x {comparison.quantity} of {ratio.baseline.label} "
             f"(quartiles within rounds {ratio.paired_low:.2f} to {ratio.paired_high:.2f}; {target})"
         )

@@ -9,21 +9,13 @@ gradient, bucket and host buffer are left out here; ``bench_engine_step.py`` has
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from interleave import Contender, NotMeasured, timed
 from problem import BETAS, EPS, GRAD_SCALE, LR, WEIGHT_DECAY, Entry, Problem
 
-
-def _root_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+from baselines.deepspeed_build import prepare_environment, root_cause
 
 
 def cpu_adam_class() -> Any:
@@ -32,9 +24,7 @@ def cpu_adam_class() -> Any:
     Raises:
         NotMeasured: DeepSpeed is not installed, or its op can be neither loaded nor built.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # DeepSpeed starts `ninja` by name; pip puts it beside the interpreter.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    prepare_environment()
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError as error:
@@ -43,7 +33,7 @@ def cpu_adam_class() -> Any:
         DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))])
     except (RuntimeError, ImportError, OSError) as error:
         raise NotMeasured(
-            f"DeepSpeed's cpu_adam op cannot be loaded or built: {_root_cause(error)}"
+            f"DeepSpeed's cpu_adam op cannot be loaded or built: {root_cause(error)}"
         ) from error
     return DeepSpeedCPUAdam
 
