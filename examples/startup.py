@@ -43,6 +43,12 @@ class RunOptions:
         return {"device": "nvme", "nvme_path": str(self.nvme_path)}
 
 
+def folder(text: str) -> Path:
+    if not text:  # which would be the current folder
+        raise argparse.ArgumentTypeError("a folder is needed")
+    return Path(text)
+
+
 def add_run_options(
     parser: argparse.ArgumentParser, *, offload: str, nvme_path: str, steps: int, batch: int, lr: float
 ) -> None:
@@ -50,7 +56,7 @@ def add_run_options(
     add = parser.add_argument
     add("--engine", choices=("peftds", "stock"), default="peftds", help="stock is plain DeepSpeed")
     add("--offload", choices=("cpu", "nvme"), default=offload, help="of parameters (default: %(default)s)")
-    add("--nvme-path", type=Path, metavar="PATH", help=f"folder for --offload nvme ({nvme_path})")
+    add("--nvme-path", type=folder, metavar="PATH", help=f"folder for --offload nvme ({nvme_path})")
     add("--steps", type=positive, default=steps, help="training steps (default: %(default)s)")
     add("--batch", type=positive, default=batch, help="texts per step and rank (default: %(default)s)")
     add("--lr", type=float, default=lr, help="peak learning rate (default: %(default)s)")

@@ -138,6 +138,8 @@ void bind_file(py::module_& module) {
       .def_property_readonly("direct", &File::direct)
       .def_property_readonly("why_buffered", &File::why_buffered)
       .def_property_readonly("alignment", &File::alignment)
+      .def_property_readonly("descriptor", &File::buffered_descriptor,
+                             "The one for buffered I/O; the file closes it.")
       .def("size", &File::size)
       .def("preallocate", &File::preallocate, py::arg("offset"), py::arg("size"),
            py::call_guard<py::gil_scoped_release>());

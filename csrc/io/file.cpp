@@ -84,6 +84,9 @@ std::string remedy(int number) {
     case EPERM: return "; choose a folder that this user may use";
     case ENOENT: return "; check that the folder exists and its disk is mounted";
     case EEXIST: return "; another process made it: choose another folder";
+    case EFBIG: return "; raise the limit on the size of files (ulimit -f)";
+    case EAGAIN:
+    case ENOMEM: return "; the system is out of memory or threads: see ulimit -v and ulimit -u";
     case EMFILE:
     case ENFILE: return "; raise the limit of open files (ulimit -n)";
     case EIO: return "; the disk reports a fault: see the kernel's log (dmesg) and do not trust this disk";

@@ -48,7 +48,7 @@ def choose_settings(config: IoConfig, folder: Path, aio: Mapping[str, Any] | Non
         ConfigError: a number of ``aio`` is not one that the engine takes.
     """
     suited = locate(folder).requests
-    aio = aio or {}
+    aio = aio if isinstance(aio, Mapping) else {}  # DeepSpeed says what is wrong with another kind
     block_bytes = config.block_bytes or _from_aio(aio, "block_size", _MAX_BLOCK_BYTES) or suited.block_bytes
     return IoSettings(
         engine=config.engine,
@@ -66,7 +66,12 @@ def _from_aio(aio: Mapping[str, Any], key: str, largest: int) -> int | None:
     value = aio.get(key)
     if not value:
         return None
-    if not isinstance(value, (int, float)) or value != int(value) or not 0 < value <= largest:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or value != int(value)
+        or not 0 < value <= largest
+    ):
         raise ConfigError(f"aio.{key}: a whole number from 1 to {largest} is needed, got {value!r}")
     return int(value)
 

@@ -8,15 +8,16 @@ begin at multiples of a page, so that their transfers need no copy.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from peftds_ext.errors import CorruptDataError, StorageError, StorageFullError
 from peftds_ext.store.engine import StorageEngine, checksums
 from peftds_ext.store.folder import StoreFolder
 from peftds_ext.store.manifest import MAGIC, MANIFEST_NAME, VERSION, Manifest, Record, write_manifest
+from peftds_ext.store.refusals import refused
 
 if TYPE_CHECKING:
     from peftds_ext._native._core import File, Ticket
@@ -33,7 +35,8 @@ logger = logging.getLogger("peftds_ext")
 _PAGE: Final = 4096
 _CHECKSUM_BLOCK: Final = 1 << 20
 _COMPARED_AT_ONCE: Final = 8 << 20
-_PUBLISH_SECONDS: Final = 2.0
+_PUBLISH_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 60.0
 
 
 @dataclass
@@ -48,6 +51,10 @@ class _Extent:
     """Whether its bytes were read and compared with the checksums since they were written."""
     written: bool = False
     """Whether the last write succeeded."""
+    rewritten: bool = False
+    """Whether it was written again since the manifest was published last: it may soon be once more."""
+    told: bool = False
+    """Whether the manifest on the disk has its checksums."""
 
     @property
     def nbytes(self) -> int:
@@ -105,10 +112,11 @@ class SwapFile:
         with self._lock:
             extent = self._extents.get(key) or self._place(key, flat)
             self._fits(key, extent, flat)
-            if self._manifest.tells_of(extent.offset):
+            if extent.told:
                 self._publish_if_there_is_room(with_checksums=False)
             extent.crc32c = checksums(flat, _CHECKSUM_BLOCK)
-            extent.compared = extent.written = False
+            extent.compared, extent.rewritten = False, extent.written
+            extent.written = False
         self._engine.write(self._file, [(extent.offset, flat)]).wait()
         with self._lock:
             extent.written = self._manifest.changed = True
@@ -119,8 +127,17 @@ class SwapFile:
         Raises:
             StorageError: the last write of this record failed.
         """
-        extent = self._extents[key]
-        return self._start_read(key, self._engine.empty(extent.numel, extent.dtype), ahead)
+        return PendingRead(self.fetch_all([key], ahead=ahead))
+
+    def fetch_all(self, keys: Sequence[str], *, ahead: bool = False) -> PendingReads:
+        """Start reading records, each into new memory of the engine's arena, by one submission.
+
+        Raises:
+            StorageError: the last write of one of them failed.
+        """
+        extents = (self._extents[key] for key in keys)
+        tensors = [self._engine.empty(extent.numel, extent.dtype) for extent in extents]
+        return self._start_read(keys, tensors, ahead)
 
     def read_into(self, key: str, destination: Tensor) -> None:
         """Read a record into memory of the caller's, contiguous and of the record's dtype and size.
@@ -129,18 +146,46 @@ class SwapFile:
             StorageError: the read failed (CorruptDataError: other bytes are there than were written).
         """
         self._fits(key, self._extents[key], destination)
-        self._start_read(key, destination, ahead=False).wait()
+        self._start_read([key], [destination], ahead=False).wait()
 
     def mapped(self, key: str) -> Tensor:
-        """Return a record as a tensor over a private mapping of the file.
+        """Return a record as a tensor over a private mapping of the file, so that it takes no memory.
 
-        Nothing is read before it is looked at. What is written into the tensor stays in memory, and the
-        file as it was.
+        What is written into the tensor stays in memory, and the file as it was. Before, the record is
+        compared with its checksums where a read of it would be.
+
+        Raises:
+            StorageError: its last write failed, or it cannot be read (CorruptDataError: other bytes are
+                there than were written, or fewer).
         """
         extent = self._extents[key]
-        shape = (extent.nbytes,)
-        bytes_ = numpy.memmap(self.path, dtype=numpy.uint8, mode="c", offset=extent.offset, shape=shape)
-        return torch.from_numpy(bytes_).view(extent.dtype)
+        self._refuse_unwritten(key)
+        if self._is_to_compare(extent):
+            self._compare_in_parts(key, extent)
+        if self._file.size() < extent.offset + extent.nbytes:
+            raise CorruptDataError(
+                f"{self.path}: record {key!r} lies after the end of the file, which was cut"
+            )
+        try:
+            mapping = mmap.mmap(
+                self._file.descriptor,
+                extent.nbytes,
+                flags=mmap.MAP_PRIVATE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                offset=extent.offset,
+            )
+        except OSError as error:
+            raise refused(error, f"mapping {extent.nbytes} bytes at {extent.offset}", self.path) from error
+        return torch.frombuffer(mapping, dtype=extent.dtype)
+
+    def _compare_in_parts(self, key: str, extent: _Extent) -> None:
+        """Read a record piece by piece, only to compare it with its checksums."""
+        found: list[int] = []
+        for start in range(0, extent.nbytes, _COMPARED_AT_ONCE):
+            part = self._engine.empty(min(_COMPARED_AT_ONCE, extent.nbytes - start), torch.uint8)
+            self._engine.read(self._file, [(extent.offset + start, part)]).wait()
+            found += checksums(part, _CHECKSUM_BLOCK)
+        self._judge(key, extent, found)
 
     def holds(self, key: str, tensor: Tensor) -> bool:
         """Tell whether a record is bit for bit this tensor, by the checksums and then by its bytes."""
@@ -159,23 +204,32 @@ class SwapFile:
                 return False
         return True
 
-    def _start_read(self, key: str, destination: Tensor, ahead: bool) -> PendingRead:
+    def _start_read(self, keys: Sequence[str], destinations: list[Tensor], ahead: bool) -> PendingReads:
+        for key in keys:
+            self._refuse_unwritten(key)
+        with self._lock:
+            if self._manifest.is_due():
+                self._publish_if_there_is_room()
+        pieces = [(self._extents[key].offset, to) for key, to in zip(keys, destinations, strict=True)]
+        return PendingReads(self, keys, destinations, self._engine.read(self._file, pieces, ahead=ahead))
+
+    def _refuse_unwritten(self, key: str) -> None:
         if not self._extents[key].written:
             raise StorageError(
                 f"{self.path}: record {key!r} cannot be read, since its last write failed; start the run "
                 "again from its last checkpoint"
             )
-        with self._lock:
-            if self._manifest.is_due():
-                self._publish_if_there_is_room()
-        pieces = [(self._extents[key].offset, destination)]
-        return PendingRead(self, key, destination, self._engine.read(self._file, pieces, ahead=ahead))
+
+    def _is_to_compare(self, extent: _Extent) -> bool:
+        policy = self._engine.settings.checksum
+        return policy == "always" or (policy == "first" and not extent.compared)
 
     def _compare(self, key: str, tensor: Tensor) -> None:
-        extent, policy = self._extents[key], self._engine.settings.checksum
-        if policy == "off" or (policy == "first" and extent.compared):
-            return
-        found = checksums(tensor, _CHECKSUM_BLOCK)
+        extent = self._extents[key]
+        if self._is_to_compare(extent):
+            self._judge(key, extent, checksums(tensor, _CHECKSUM_BLOCK))
+
+    def _judge(self, key: str, extent: _Extent, found: list[int]) -> None:
         extent.compared = found == extent.crc32c
         if not extent.compared:
             block = next(
@@ -216,10 +270,13 @@ class SwapFile:
         except StorageFullError as error:
             if not with_checksums:  # what is there is about to be wrong
                 (self._folder.path / MANIFEST_NAME).unlink(missing_ok=True)
-            if self._manifest.refused(withdrawn=not with_checksums):
+                for extent in self._extents.values():
+                    extent.told = False
+            if self._manifest.refused():
                 logger.warning("%s. Until there is room, peftds verify cannot check this store", error)
 
     def _publish(self, *, with_checksums: bool = True) -> None:
+        told = {key: with_checksums and e.written and not e.rewritten for key, e in self._extents.items()}
         records = tuple(
             Record(
                 key=key,
@@ -227,7 +284,7 @@ class SwapFile:
                 shape=(extent.numel,),
                 offset=extent.offset,
                 nbytes=extent.nbytes,
-                crc32c=tuple(extent.crc32c) if with_checksums and extent.written else None,
+                crc32c=tuple(extent.crc32c) if told[key] else None,
             )
             for key, extent in self._extents.items()
         )
@@ -244,7 +301,9 @@ class SwapFile:
             records=records,
         )
         write_manifest(self._folder.path, manifest)
-        self._manifest.published(up_to=self._end if with_checksums else 0)
+        for key, extent in self._extents.items():
+            extent.told, extent.rewritten = told[key], False
+        self._manifest.published(complete=all(told.values()), withdrawn=not with_checksums)
 
 
 class _PublishedManifest:
@@ -252,60 +311,61 @@ class _PublishedManifest:
 
     It never tells a checksum that a write is about to make wrong, or that is not on the disk yet: before
     such a write it is published without checksums, and with them again at a later read, after a pause that
-    doubles each time.
+    doubles each time. What is written again and again, as trainable parameters are, is told of without
+    checksums.
     """
 
     def __init__(self) -> None:
         self.changed = False
-        self._told_up_to = 0
         self._was_refused = False
         self._pause = _PUBLISH_SECONDS
         self._next = time.monotonic()
 
-    def tells_of(self, offset: int) -> bool:
-        """Whether the manifest on the disk has the checksums of the record at this offset."""
-        return offset < self._told_up_to
-
     def is_due(self) -> bool:
         return self.changed and time.monotonic() >= self._next
 
-    def published(self, up_to: int) -> None:
-        """Note that checksums of all records before the offset ``up_to`` are on the disk now."""
-        self.changed = up_to == 0
-        if up_to < self._told_up_to:
-            self._pause *= 2
-        self._told_up_to = up_to
+    def published(self, *, complete: bool, withdrawn: bool) -> None:
+        """Note that it was published; ``complete`` if it has the checksums of all records."""
+        self.changed = not complete
+        if withdrawn or not complete:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
         self._was_refused = False
         self._next = time.monotonic() + self._pause
 
-    def refused(self, *, withdrawn: bool) -> bool:
+    def refused(self) -> bool:
         """Note that there was no room for it; returns whether that is news."""
         news, self._was_refused = not self._was_refused, True
         self.changed = True
-        if withdrawn:
-            self._told_up_to = 0
         self._next = time.monotonic() + self._pause
         return news
 
 
-class PendingRead:
-    """A record on its way into memory."""
+class PendingReads:
+    """Records on their way into memory."""
 
-    def __init__(self, file: SwapFile, key: str, tensor: Tensor, ticket: Ticket) -> None:
-        self._file, self._key, self._tensor = file, key, tensor
+    def __init__(self, file: SwapFile, keys: Sequence[str], tensors: list[Tensor], ticket: Ticket) -> None:
+        self._file, self._keys, self._tensors = file, keys, tensors
         self._ticket = ticket
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes in memory."""
-        return self._tensor.nbytes
-
-    def wait(self) -> Tensor:
+    def wait(self) -> list[Tensor]:
         """Wait for the bytes, compare them with their checksums where that is due, and return them.
 
         Raises:
-            StorageError: the read failed (CorruptDataError: other bytes are there than were written).
+            StorageError: a read failed (CorruptDataError: other bytes are there than were written).
         """
         self._ticket.wait()
-        self._file._compare(self._key, self._tensor)
-        return self._tensor
+        for key, tensor in zip(self._keys, self._tensors, strict=True):
+            self._file._compare(key, tensor)
+        return self._tensors
+
+
+class PendingRead:
+    """One record on its way into memory."""
+
+    def __init__(self, reads: PendingReads) -> None:
+        self._reads = reads
+
+    def wait(self) -> Tensor:
+        """Do as :meth:`PendingReads.wait` does."""
+        (tensor,) = self._reads.wait()
+        return tensor

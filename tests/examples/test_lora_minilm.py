@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import subprocess
 import sys
@@ -197,8 +198,11 @@ def test_the_deepspeed_launchers_own_option_is_accepted() -> None:
 
 def make_demo(offload: str) -> subprocess.CompletedProcess[str]:
     root = Path(lora_minilm.__file__).parents[1]
-    command = ["make", "-n", "demo", f"OFFLOAD={offload}"]  # -n: nothing is installed or run
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    # -n: nothing is installed or run
+    command = ["make", "--no-print-directory", "-n", "demo", f"OFFLOAD={offload}"]
+    # Without what a make that runs the tests hands on to those below it.
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])

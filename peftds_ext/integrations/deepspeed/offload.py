@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from peftds_ext.errors import ConfigError
+
 NVME_PATH: Final = "zero_optimization.offload_param.nvme_path"
+_BUFFERS: Final = {"buffer_count": 5, "buffer_size": 1e8}
 
 
 def offloads_optimizer(raw: Mapping[str, Any]) -> bool:
@@ -29,16 +32,31 @@ def nvme_path(raw: Mapping[str, Any]) -> str | None:
     return _offload_param(raw).get("nvme_path")
 
 
+def offloads_parameters(raw: Mapping[str, Any]) -> bool:
+    """Whether the DeepSpeed configuration keeps ZeRO-3 parameters in host memory or on NVMe."""
+    return str(_offload_param(raw).get("device", "none")) in ("cpu", "nvme")
+
+
 def memory_budget(raw: Mapping[str, Any], item_bytes: int) -> int | None:
     """Return the bytes of host memory that ``buffer_count`` buffers of ``buffer_size`` elements take.
 
-    None where the user gave neither. What one of them leaves out is DeepSpeed's default
+    None where the user gave neither, or the word "auto". What one of them leaves out is DeepSpeed's default
     (deepspeed/runtime/zero/offload_config.py).
+
+    Raises:
+        ConfigError: one of them is not a number.
     """
     offload = _offload_param(raw)
-    if "buffer_count" not in offload and "buffer_size" not in offload:
+    given = {key: offload[key] for key in _BUFFERS if offload.get(key, "auto") != "auto"}
+    if not given:
         return None
-    return int(offload.get("buffer_count", 5)) * int(offload.get("buffer_size", 1e8)) * item_bytes
+    try:
+        count, size = (int(float(given.get(key, default))) for key, default in _BUFFERS.items())
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"zero_optimization.offload_param: {given} are no numbers of buffers and elements"
+        ) from None
+    return count * size * item_bytes
 
 
 def _offload_param(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,12 +27,20 @@ from peftds_ext.integrations.deepspeed.offload import NVME_PATH, memory_budget
 from peftds_ext.integrations.deepspeed.section import read_section
 from peftds_ext.store.engine import StorageEngine, choose_settings
 from peftds_ext.store.folder import StoreFolder
-from peftds_ext.store.swap_file import PendingRead, SwapFile
+from peftds_ext.store.swap_file import PendingReads, SwapFile
 
 logger = logging.getLogger("peftds_ext")
 
 _MIN_SWAPPED_BYTES: Final = 1 << 20
 """Smaller partitions stay in memory (deepspeed/runtime/swap_tensor/utils.py, MIN_AIO_BYTES)."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Partitions that are read by one submission."""
+
+    params: list[Any]
+    reads: PendingReads
 
 
 class ParameterSwapper:
@@ -68,7 +77,8 @@ class ParameterSwapper:
             raise
         weakref.finalize(self, self._file.close)
         self._lock = threading.RLock()
-        self._reading: dict[int, tuple[Any, PendingRead]] = {}
+        self._reading: dict[int, _Batch] = {}  # by parameter
+        self._exposed: set[int] = set()
         logger.info("parameters on disk: %s, engine %s", self._file.path, self._engine.method)
 
     # -- which partitions are swapped, and their first write ------------------------------------------
@@ -116,13 +126,8 @@ class ParameterSwapper:
             StorageError: a read failed (CorruptDataError: other bytes are there than were written).
         """
         with self._lock:
-            for param in params:
-                if param.ds_tensor.status != self._status.NOT_AVAILABLE:
-                    continue
-                if async_op and not self._has_room(param):
-                    break
-                self._reading[param.ds_id] = (param, self._file.fetch(_key(param), ahead=async_op))
-                param.ds_tensor.status = self._status.INFLIGHT
+            wanted = [p for p in params if not async_op or self._has_room(p)]
+            self._start(wanted, ahead=async_op)
             if not async_op:
                 self.synchronize_reads()
 
@@ -133,27 +138,44 @@ class ParameterSwapper:
             StorageError: the last write of one of them failed.
         """
         with self._lock:
+            self._start(params, ahead=True)
+
+    def start(self, params: Sequence[Any]) -> None:
+        """Start reading partitions that are needed now, before anything that is read ahead.
+
+        Raises:
+            StorageError: the last write of one of them failed.
+        """
+        with self._lock:
+            self._start(params, ahead=False)
+
+    def bring(self, params: Sequence[Any]) -> None:
+        """Make these partitions AVAILABLE, and wait for no others.
+
+        Raises:
+            StorageError: a read failed (CorruptDataError: other bytes are there than were written). What
+                was to come with it is NOT_AVAILABLE again.
+        """
+        with self._lock:
+            self._start(params, ahead=False)
             for param in params:
-                if param.ds_tensor.status == self._status.NOT_AVAILABLE:
-                    self._reading[param.ds_id] = (param, self._file.fetch(_key(param), ahead=True))
-                    param.ds_tensor.status = self._status.INFLIGHT
+                batch = self._reading.get(param.ds_id)
+                if batch is not None:
+                    self._finish(batch)
 
     def synchronize_reads(self) -> None:
         """Wait for all reads that are under way; those partitions become AVAILABLE.
 
         Raises:
-            StorageError: a read failed. That partition is NOT_AVAILABLE again, and no read is left waiting.
+            StorageError: a read failed. Its partitions are NOT_AVAILABLE again, and no read is left waiting.
         """
         with self._lock:
             failure: BaseException | None = None
-            for param, read in list(self._reading.values()):
+            while self._reading:
                 try:
-                    param.ds_tensor.data = read.wait()
-                    param.ds_tensor.status = self._status.AVAILABLE
+                    self._finish(next(iter(self._reading.values())))
                 except BaseException as error:
                     failure = failure or error
-                    param.ds_tensor.status = self._status.NOT_AVAILABLE
-            self._reading.clear()
             if failure is not None:
                 raise failure
 
@@ -223,10 +245,15 @@ class ParameterSwapper:
     # -- checkpoints ----------------------------------------------------------------------------------
 
     def expose(self, param: Any) -> None:
-        """Let a partition's ``data`` be its bytes on the disk, without reading them; the status stays."""
+        """Let a partition's ``data`` be its bytes on the disk until :meth:`cover`; the status stays.
+
+        Raises:
+            StorageError: its last write failed, or other bytes are there than were written.
+        """
         with self._lock:
             self._forget_read(param)
             param.ds_tensor.data = self._file.mapped(_key(param))
+            self._exposed.add(param.ds_id)
 
     def cover(self, param: Any, *, keep_changes: bool) -> None:
         """End :meth:`expose`; with ``keep_changes`` what was written into ``data`` goes to the disk.
@@ -235,11 +262,38 @@ class ParameterSwapper:
             StorageError: a write failed.
         """
         with self._lock:
+            self._exposed.discard(param.ds_id)
             if keep_changes and not self._file.holds(_key(param), param.ds_tensor.data):
                 self._file.write(_key(param), param.ds_tensor.data)
             self._drop(param)
 
     # -- -----------------------------------------------------------------------------------------------
+
+    def _start(self, params: Sequence[Any], *, ahead: bool) -> None:
+        """Start reading those partitions that are neither there nor on their way."""
+        absent = [p for p in params if p.ds_tensor.status == self._status.NOT_AVAILABLE]
+        if not absent:
+            return
+        batch = _Batch(absent, self._file.fetch_all([_key(param) for param in absent], ahead=ahead))
+        for param in absent:
+            self._reading[param.ds_id] = batch
+            param.ds_tensor.status = self._status.INFLIGHT
+
+    def _finish(self, batch: _Batch) -> None:
+        """Wait for a batch; those of its partitions that were forgotten meanwhile stay as they are."""
+        tensors: Sequence[Tensor | None] = [None] * len(batch.params)
+        try:
+            tensors = batch.reads.wait()
+        finally:
+            for param, tensor in zip(batch.params, tensors, strict=True):
+                if self._reading.get(param.ds_id) is not batch:
+                    continue
+                del self._reading[param.ds_id]
+                if tensor is None:
+                    param.ds_tensor.status = self._status.NOT_AVAILABLE
+                else:
+                    param.ds_tensor.data = tensor
+                    param.ds_tensor.status = self._status.AVAILABLE
 
     def _has_room(self, param: Any) -> bool:
         """Whether reading this partition ahead stays within the budget; without one there is no limit."""
@@ -254,8 +308,11 @@ class ParameterSwapper:
 
     def _drop(self, param: Any) -> None:
         self._forget_read(param)
-        param.ds_tensor.data = torch.empty(0, dtype=param.ds_tensor.dtype)
         param.ds_tensor.status = self._status.NOT_AVAILABLE
+        if param.ds_id in self._exposed:  # gathered and let go while a checkpoint is saved or loaded
+            param.ds_tensor.data = self._file.mapped(_key(param))
+        else:
+            param.ds_tensor.data = torch.empty(0, dtype=param.ds_tensor.dtype)
 
 
 def _key(param: Any) -> str:

@@ -49,15 +49,25 @@ class NvmeCheckpoints(Stage3Seam):
     def checkpoint_event_prologue(self) -> None:
         """Show DeepSpeed the bytes of frozen partitions, which it saves or overwrites."""
         super().checkpoint_event_prologue()
-        self._peftds_exposed = [param for param in self._swapped_parameters() if not param.requires_grad]
-        for param in self._peftds_exposed:
-            param.nvme_swapper.expose(param)
+        stepped = {id(param) for group in self.fp16_groups for param in group}  # saved and loaded as masters
+        self._peftds_exposed: list[Any] = []
+        try:
+            for param in self._swapped_parameters():
+                if id(param) not in stepped:
+                    self._peftds_exposed.append(param)
+                    param.nvme_swapper.expose(param)
+        except BaseException:
+            self._cover(keep_changes=False)
+            raise
 
     def checkpoint_event_epilogue(self) -> None:
         """Take them away again; write those that a load has changed."""
-        for param in self.__dict__.pop("_peftds_exposed", ()):
-            param.nvme_swapper.cover(param, keep_changes=self._peftds_loading)
+        self._cover(keep_changes=self._peftds_loading)
         super().checkpoint_event_epilogue()
+
+    def _cover(self, *, keep_changes: bool) -> None:
+        for param in self.__dict__.pop("_peftds_exposed", ()):
+            param.nvme_swapper.cover(param, keep_changes=keep_changes)
 
     def _rigid_load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Give DeepSpeed memory to restore trainable partitions in, and write it to the disk."""
@@ -118,5 +128,6 @@ def note_loads(engine: Any) -> None:
             return stock(*args, **kwargs)
         finally:
             engine.optimizer._peftds_loading = False
+            engine.optimizer._cover(keep_changes=False)  # there is something to cover only if the load failed
 
     engine.load_checkpoint = load_checkpoint
