@@ -43,6 +43,18 @@ class IoConfig(BaseModel):
     read after a write, every read, or never."""
 
 
+class ParamsConfig(BaseModel):
+    """The object ``"params"``: where frozen and trainable parameters are between their uses."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host_bytes: ByteSize | None = Field(default=None, ge=0)
+    """How much of what lies on a disk may stay in host memory between uses, such as ``"16GiB"``."""
+
+    device_bytes: ByteSize | None = Field(default=None, ge=0)
+    """How much may stay on the device between uses. Both left out: ``stage3_max_reuse_distance``."""
+
+
 class PeftdsConfig(BaseModel):
     """The section ``"peftds_ext"``; what a missing section means as well."""
 
@@ -53,6 +65,9 @@ class PeftdsConfig(BaseModel):
 
     on_conflict: Literal["error", "stock"] = "error"
     """What to do when another DeepSpeed feature excludes the engine: raise, or train with stock DeepSpeed."""
+
+    params: ParamsConfig = ParamsConfig()
+    """What stays in memory."""
 
     io: IoConfig = IoConfig()
     """The storage engine."""

@@ -24,7 +24,8 @@ ALLOWED = {
     "optim": {"errors", "env", "config", "_native", "ops"},
     "store": {"errors", "env", "config", "_native", "ops"},
     "planner": {"errors", "env", "config"},
-    "integrations": {"errors", "env", "config", "_native", "ops", "optim", "planner", "store"},
+    "stream": {"errors", "env", "config", "_native", "ops", "optim", "store"},
+    "integrations": {"stream", "errors", "env", "config", "_native", "ops", "optim", "planner", "store"},
     "cli": {"errors", "env", "config", "_native", "ops", "optim", "planner", "store", "integrations"},
     "": {"errors", "ops", "optim", "integrations"},
 }

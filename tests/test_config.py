@@ -70,7 +70,7 @@ def test_misspelt_key_gets_the_nearest_one_and_the_list() -> None:
     message = str(caught.value)
     assert "peftds_ext.enabeld: unknown key" in message
     assert "Did you mean peftds_ext.enabled?" in message
-    assert "Known keys: enabled, on_conflict, io" in message
+    assert "Known keys: enabled, on_conflict, params, io" in message
 
 
 def test_key_that_resembles_none_gets_the_list_alone() -> None:

@@ -84,6 +84,23 @@ def check_ours(engine: Any) -> None:
         raise AssertionError(f"the engine is not on: {name}")
 
 
+def hook_layers() -> None:
+    """Give stock DeepSpeed our hooks at layers, and nothing else of ours.
+
+    Its own, at modules, split the graph, and gradients are summed in another order. What is compared with
+    it, the way of gradients and the step, needs the same gradients.
+    """
+    importlib.import_module(
+        "deepspeed.runtime.superoffload.superoffload_stage3"
+    )  # derives from stock's class
+    from deepspeed.runtime.zero import stage3
+
+    from peftds_ext.integrations.deepspeed.stage3_layers import LayerHooks
+
+    stock = stage3.DeepSpeedZeroOptimizer_Stage3
+    stage3.DeepSpeedZeroOptimizer_Stage3 = type(stock.__name__, (LayerHooks, stock), {})
+
+
 def no_shared_memory_collectives() -> None:
     """Keep stock from compiling its CPU collectives, which only the time of the tests would notice."""
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
@@ -104,6 +121,7 @@ def execute(job: dict[str, Any]) -> None:
         peftds_ext.install()
     elif job["mode"] == "stock":
         no_shared_memory_collectives()
+        hook_layers()
     module, _, name = job["scenario"].partition(":")
     scenario = getattr(importlib.import_module(module), name)
     result = scenario(run, **job["arguments"])

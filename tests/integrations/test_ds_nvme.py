@@ -215,3 +215,98 @@ def test_checkpoints_go_from_tier_to_tier(
         offload={"max_in_cpu": 0} if on_disk else {},
     ).result
     assert losses["loaded"] == losses["saved"]
+
+
+def saved_after(run: Run, damage: str, checksum: str = "first") -> str:
+    """Damage what is on the disk, then save; returns the error's kind, or the sum of a saved weight."""
+    import os
+
+    config = configured(run, "nvme", run.tmp / "disk", {}, {})
+    config["peftds_ext"]["io"] = {"checksum": checksum}
+    engine = run.initialize(lora_on(shape_for_disk()), config)
+    if damage != "a flipped bit before the first read":
+        train_step(engine, batches(1)[0])
+    path = swapper_of(engine)._file.path
+    if damage.startswith("a flipped bit"):
+        with path.open("r+b") as file:
+            file.seek(1000)
+            byte = file.read(1)
+            file.seek(1000)
+            file.write(bytes([byte[0] ^ 64]))
+    elif damage == "cut":
+        os.truncate(path, 4096)
+    elif damage == "removed":
+        path.unlink()
+    elif damage == "replaced":
+        path.rename(path.with_suffix(".old"))
+        path.write_bytes(b"\x7f" * path.with_suffix(".old").stat().st_size)
+    try:
+        engine.save_checkpoint(str(run.tmp / "checkpoint"))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    fragments = torch.load(
+        next((run.tmp / "checkpoint").glob("*/zero_pp_rank_0_mp_rank_00_model_states.pt")), weights_only=False
+    )["frozen_param_fragments"]
+    return str(sum(float(value.double().abs().sum()) for value in fragments.values()))
+
+
+@pytest.mark.parametrize(
+    ("damage", "checksum", "expected"),
+    [
+        ("a flipped bit before the first read", "first", "CorruptDataError"),
+        ("a flipped bit", "always", "CorruptDataError"),
+        ("cut", "first", "CorruptDataError"),
+        ("removed", "first", "as undamaged"),
+        ("replaced", "first", "as undamaged"),
+    ],
+)
+def test_a_checkpoint_holds_what_was_written_or_is_refused(
+    runner: Runner, damage: str, checksum: str, expected: str
+) -> None:
+    found = runner.one(saved_after, damage=damage, checksum=checksum).result
+    if expected == "as undamaged":
+        expected = runner.one(saved_after, damage="none").result
+        assert found == expected
+    else:
+        assert found.startswith(f"{expected}: ")
+        assert "params.bin" in found
+
+
+def loaded_without_optimizer(run: Run, device: str, offload: dict[str, Any]) -> list[float]:
+    """Save, change all weights, load the module alone, and train on."""
+    whole = lora_on(shape_for_disk(), **LARGE_ADAPTER)
+    engine = run.initialize(
+        whole, configured(run, device, run.tmp / "disk", {}, offload if device == "nvme" else {})
+    )
+    train_step(engine, batches(1)[0])
+    engine.save_checkpoint(str(run.tmp / "checkpoint"))
+    before = [train_step(engine, batch) for batch in batches(2)]
+    engine.load_checkpoint(str(run.tmp / "checkpoint"), load_optimizer_states=False)
+    return before + [train_step(engine, batch) for batch in batches(2)]
+
+
+@pytest.mark.parametrize("offload", [{}, {"max_in_cpu": 0}])
+def test_a_checkpoint_is_loaded_without_its_optimizer(runner: Runner, offload: dict[str, Any]) -> None:
+    on_cpu = runner.one(loaded_without_optimizer, device="cpu", offload=offload).result
+    on_disk = runner.one(loaded_without_optimizer, device="nvme", offload=offload).result
+    assert on_disk == on_cpu
+
+
+def engines_one_after_another(run: Run) -> list[int]:
+    """Make, use and drop engines; returns how many folders there are after each."""
+    import gc
+
+    found = []
+    for _ in range(2):
+        whole = lora_on(shape_for_disk())
+        engine = run.initialize(whole, configured(run, "nvme", run.tmp / "disk", {}, {}))
+        train_step(engine, batches(1)[0])
+        engine.destroy()
+        del engine, whole
+        gc.collect()
+        found.append(len(list((run.tmp / "disk" / "peftds_ext_swap").glob("rank*"))))
+    return found
+
+
+def test_an_engine_that_is_destroyed_and_dropped_takes_its_folder_along(runner: Runner) -> None:
+    assert runner.one(engines_one_after_another).result == [0, 0]

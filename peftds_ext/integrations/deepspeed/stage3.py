@@ -213,7 +213,8 @@ def _has_step_hooks(optimizer: Any) -> bool:
 def engine_class(stock: type) -> type:
     """Return the engine's ZeRO-3 optimizer class over DeepSpeed's ``stock`` class."""
     from peftds_ext.integrations.deepspeed.stage3_gradients import LowPrecisionGradients
+    from peftds_ext.integrations.deepspeed.stage3_layers import LayerHooks
     from peftds_ext.integrations.deepspeed.stage3_nvme import BudgetedReuse, NvmeCheckpoints
 
-    parts = (LowPrecisionGradients, FusedStep, BudgetedReuse, NvmeCheckpoints, stock)
+    parts = (LowPrecisionGradients, FusedStep, LayerHooks, BudgetedReuse, NvmeCheckpoints, stock)
     return type("PeftdsZeroOptimizer_Stage3", parts, {})

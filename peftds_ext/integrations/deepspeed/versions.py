@@ -24,6 +24,7 @@ SUPPORTED: Final = ">=0.19.8,<0.20"
 _INSTALL: Final = f"pip install 'deepspeed{SUPPORTED}'"
 _STAGE3: Final = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _SWAPPER: Final = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
+_OFFLOAD: Final = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
 _CPU_ADAM: Final = "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam"
 
 
@@ -127,6 +128,13 @@ _SIGNATURES_0_19: Final[Mapping[str, Expected]] = {
     f"{_STAGE3}._rigid_load_state_dict": _exactly("self", "state_dict", "load_optimizer_states"),
     f"{_STAGE3}._restore_from_bit16_weights": _exactly("self"),
     f"{_STAGE3}._swap_in_sub_group_to_flat_buffer": _exactly("self", "flat_buffer", "sub_group_id"),
+    # hooks at the borders of layers
+    f"{_OFFLOAD}.setup_zero_stage3_hooks": _exactly("self"),
+    f"{_OFFLOAD}._register_deepspeed_module": _exactly("self", "module", "count"),
+    f"{_OFFLOAD}.get_param_coordinator": _exactly("self"),
+    f"{_OFFLOAD}.partition_all_parameters": _exactly("self"),
+    f"{_OFFLOAD}.release_backward_leftovers": _exactly("self"),
+    f"{_OFFLOAD}.destroy": _exactly("self"),
     # the CPU optimizer that holds parameter groups and state
     f"{_CPU_ADAM}.__init__": _exactly(
         "self",
@@ -150,6 +158,8 @@ _ATTRIBUTES: Final = (
     "deepspeed.ops.adam.cpu_adam:CPUAdamBuilder",
     "deepspeed.comm.torch:build_shm_op",
     "deepspeed.runtime.zero.partition_parameters:AsyncPartitionedParameterSwapper",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeRoOffload",
+    "deepspeed.runtime.zero.parameter_offload:FWD_MODULE_STACK",
 )
 """Names that are looked up when they are used, and so can be bound to another object."""
 
