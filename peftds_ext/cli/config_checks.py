@@ -18,12 +18,14 @@ from peftds_ext.errors import ConfigError
 from peftds_ext.integrations.deepspeed.conflicts import find_conflicts
 from peftds_ext.integrations.deepspeed.offload import (
     NVME_PATH,
+    memory_budget,
     nvme_path,
     offloads_optimizer,
     offloads_parameters_to_nvme,
 )
 from peftds_ext.integrations.deepspeed.section import parse_text, read_section
 from peftds_ext.integrations.deepspeed.swapper_seam import check_nvme_path
+from peftds_ext.store.engine import choose_settings
 from peftds_ext.store.media import Media, locate
 
 _FILE: Final = "configuration file"
@@ -122,6 +124,16 @@ def _work(raw: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("zero_optimization", "warning", found, remedy)
     if offloads_parameters_to_nvme(raw):
         yield from _nvme_path(raw)
+        yield from _storage_numbers(raw)
+
+
+def _storage_numbers(raw: Mapping[str, Any]) -> Iterator[Check]:
+    """Numbers of DeepSpeed's that the storage engine takes over, where they cannot be used."""
+    try:
+        memory_budget(raw, 1)
+        choose_settings(read_section(raw).io, Path("/"), raw.get("aio"))
+    except ConfigError as error:
+        yield Check("storage numbers", "error", str(error), "correct the key that is named, or leave it out")
 
 
 def _nvme_path(raw: Mapping[str, Any]) -> Iterator[Check]:

@@ -11,6 +11,7 @@ import pytest
 
 from peftds_ext.cli import config_checks
 from peftds_ext.cli.checks import Check
+from peftds_ext.store.media import Location, Media
 
 
 def _write(folder: Path, raw: object) -> Path:
@@ -142,3 +143,70 @@ def test_pinned_offload_is_read_from_the_file(raw: object, pinned: bool, tmp_pat
 
 def test_pinned_offload_is_the_default_without_a_file() -> None:
     assert config_checks.reads_pinned(None) is True
+
+
+def nvme(path: object, **more: Any) -> dict[str, Any]:
+    offload = {"device": "nvme", "nvme_path": path, **more.pop("offload", {})}
+    return {
+        "zero_optimization": {"stage": 3, "offload_param": offload},
+        "peftds_ext": {"enabled": True},
+        **more,
+    }
+
+
+KEY = "zero_optimization.offload_param.nvme_path"
+
+
+def test_folder_for_parameters_is_described(tmp_path: Path) -> None:
+    check = _config(_write(tmp_path, nvme(str(tmp_path))))[KEY]
+    assert check.status in ("ok", "warning")
+    assert str(tmp_path) in check.value
+    assert "free" in check.value
+
+
+def test_missing_folder_is_a_note_and_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_checks, "locate", lambda folder: Location("ext4", Media.FLASH))
+    check = _config(_write(tmp_path, nvme(str(tmp_path / "a" / "b"))))[KEY]
+    assert check.status == "note"
+    assert f"made below {tmp_path}" in check.value
+    assert not (tmp_path / "a").exists()
+
+
+def test_memory_as_a_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_checks, "locate", lambda folder: Location("tmpfs", Media.MEMORY))
+    check = _config(_write(tmp_path, nvme(str(tmp_path))))[KEY]
+    assert check.status == "warning"
+    assert "the host's memory" in check.value
+
+
+@pytest.mark.parametrize("path", [None, ""])
+def test_no_folder_is_an_error(path: object, tmp_path: Path) -> None:
+    check = _config(_write(tmp_path, nvme(path)))[KEY]
+    assert check.status == "error"
+    assert "missing" in check.value
+
+
+def test_a_file_as_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert _config(_write(tmp_path, nvme(str(tmp_path / "file"))))[KEY].status == "error"
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (nvme("/", offload={"buffer_count": "many"}), "buffer_count"),
+        (nvme("/", aio={"block_size": "1MB"}), "aio.block_size"),
+        (nvme("/", aio={"queue_depth": 0.5}), "aio.queue_depth"),
+    ],
+)
+def test_numbers_that_the_storage_engine_cannot_use_are_errors(
+    raw: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    check = _config(_write(tmp_path, raw))["storage numbers"]
+    assert check.status == "error"
+    assert words in check.value
+
+
+def test_the_word_auto_for_buffers_is_none_of_ours(tmp_path: Path) -> None:
+    found = _config(_write(tmp_path, nvme(str(tmp_path), offload={"buffer_count": "auto"})))
+    assert "storage numbers" not in found
