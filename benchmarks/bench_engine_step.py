@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -129,7 +130,8 @@ def report(
     with ExitStack() as stack:
         for name, (kind, settings) in contender_settings(elements).items():
             try:
-                worker = EngineProcess(name, kind, elements, settings, folder, timeout_s=ANSWER_TIMEOUT_S)
+                arguments = ["--kind", kind, "--elements", str(elements), "--config", json.dumps(settings)]
+                worker = EngineProcess(name, arguments, folder, timeout_s=ANSWER_TIMEOUT_S)
             except NotMeasured as reason:
                 not_measured[name] = str(reason)
             else:

@@ -45,6 +45,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     storage_group.addoption(
         "--io-any-folder", action="store_true", help="also a folder in memory, or without direct I/O"
     )
+    stream_group = parser.getgroup("peftds_ext benchmarks: bench_stream.py")
+    for name, default, meaning in (
+        ("hidden", 1024, "width of the model"),
+        ("layers", 12, "decoder layers"),
+        ("vocabulary", 8000, "token ids"),
+        ("tokens", 128, "tokens of a step"),
+    ):
+        stream_group.addoption(f"--{name}", type=int, default=default, help=f"{meaning} (default {default})")
 
 
 def pytest_configure(config: pytest.Config) -> None:

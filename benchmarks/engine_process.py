@@ -8,6 +8,7 @@ import os
 import selectors
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from interleave import NotMeasured, Phases
 from torch import Tensor
 
-_WORKER = Path(__file__).with_name("engine_worker.py")
+ENGINE_WORKER = Path(__file__).with_name("engine_worker.py")
 _LOG_TAIL = 4000
 
 
@@ -29,11 +30,10 @@ class EngineProcess:
 
     Args:
         name: names the log file ``<folder>/<name>.log``, and the worker in messages.
-        kind: ``stock``, ``ours`` or ``plain``.
-        elements: size of the one parameter.
-        config: DeepSpeed's configuration.
+        arguments: the worker's command line.
         folder: an existing folder for the log and the saved weights.
         timeout_s: longest wait for one answer.
+        worker: the worker's script.
 
     Raises:
         NotMeasured: the contender cannot run here.
@@ -41,16 +41,21 @@ class EngineProcess:
     """
 
     def __init__(
-        self, name: str, kind: str, elements: int, config: dict[str, Any], folder: Path, *, timeout_s: float
+        self,
+        name: str,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        timeout_s: float,
+        worker: Path = ENGINE_WORKER,
     ) -> None:
         self.name = name
         self._log = folder / f"{name}.log"
         self._folder = folder
         self._timeout_s = timeout_s
-        command = [sys.executable, str(_WORKER), "--kind", kind, "--elements", str(elements)]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [*command, "--config", json.dumps(config)],
+                [sys.executable, str(worker), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -76,6 +81,10 @@ class EngineProcess:
         weight: Tensor = torch.load(path)
         path.unlink()
         return weight
+
+    def ask(self, command: str) -> Any:
+        """Return what the worker answers to a command of its own, under the command's name."""
+        return self._ask(command)[command]
 
     def messages(self) -> list[str]:
         """Return what the package under test has logged in the worker."""

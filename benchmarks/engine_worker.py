@@ -24,6 +24,7 @@ from interleave import NotMeasured, Phases, timed
 from torch import Tensor, nn
 
 KINDS = ("stock", "ours", "plain")
+Answer = Callable[[dict[str, Any]], None]
 
 
 class Product(nn.Module):
@@ -88,7 +89,8 @@ def plain(elements: int) -> Training:
     return Training(one_round, lambda: model.layer.weight.detach().clone())
 
 
-def _one_rank_environment() -> None:
+def one_rank_environment() -> None:
+    """Let DeepSpeed run on the CPU, alone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -98,7 +100,7 @@ def _one_rank_environment() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
 
 
-def _check_whose(optimizer: object, *, ours: bool) -> None:
+def check_whose(optimizer: object, *, ours: bool) -> None:
     """Raise unless the engine's ZeRO optimizer is the one that this worker is to measure."""
     found = any(base.__module__.startswith("peftds_ext.") for base in type(optimizer).__mro__)
     if found != ours:
@@ -106,7 +108,7 @@ def _check_whose(optimizer: object, *, ours: bool) -> None:
         raise RuntimeError(f"this worker is to measure {wanted}, and got the optimizer {type(optimizer)!r}")
 
 
-def _keep_messages() -> list[str]:
+def keep_messages() -> list[str]:
     """Return a list that receives what our package logs: for one, what it leaves to stock."""
     messages: list[str] = []
     handler = logging.Handler(logging.INFO)
@@ -123,7 +125,7 @@ def engine(elements: int, config: dict[str, Any], *, install: bool) -> Training:
     Raises:
         NotMeasured: DeepSpeed is missing, or stock's cpu_adam op can be neither loaded nor built.
     """
-    _one_rank_environment()
+    one_rank_environment()
     if install:
         try:
             import deepspeed
@@ -140,7 +142,7 @@ def engine(elements: int, config: dict[str, Any], *, install: bool) -> Training:
 
     model, xs = Model(elements), inputs(elements)
     built, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    _check_whose(built.optimizer, ours=install)
+    check_whose(built.optimizer, ours=install)
     index = 0
     loss = torch.empty(())
 
@@ -169,8 +171,8 @@ def _build(options: argparse.Namespace) -> Training:
     return engine(options.elements, json.loads(options.config), install=options.kind == "ours")
 
 
-def _serve(options: argparse.Namespace, answer: Callable[[dict[str, Any]], None]) -> None:
-    messages = _keep_messages()
+def _serve(options: argparse.Namespace, answer: Answer) -> None:
+    messages = keep_messages()
     training = _build(options)
     measure_memory = bandwidth.run(options.elements).run if options.kind == "plain" else None
     answer({"ready": True})
@@ -197,6 +199,11 @@ def main() -> None:
     parser.add_argument("--config", default="{}", help="DeepSpeed configuration as JSON")
     options = parser.parse_args()
 
+    serve_in_lines(lambda answer: _serve(options, answer))
+
+
+def serve_in_lines(serve: Callable[[Answer], None]) -> None:
+    """Run ``serve`` with a function that answers on standard output, where nothing else is printed."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -204,7 +211,7 @@ def main() -> None:
         print(json.dumps(content), file=answers)
 
     try:
-        _serve(options, answer)
+        serve(answer)
     except NotMeasured as reason:
         answer({"not_measured": str(reason)})
 

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One contender of ``bench_stream.py`` in a process of its own: LoRA on a Llama with random weights.
+
+Run by :mod:`engine_process`; commands and answers are those of :mod:`engine_worker`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from engine_worker import Answer, check_whose, keep_messages, one_rank_environment, serve_in_lines
+from interleave import NotMeasured, Phases
+
+KINDS = ("stock", "ours")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and the batch."""
+
+    hidden: int
+    layers: int
+    vocabulary: int
+    tokens: int
+
+
+def build_model(shape: Shape) -> Any:
+    """Return a bf16 Llama with LoRA on its attention's four projections; the same in every process."""
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.hidden * 11 // 4,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=max(1, shape.hidden // 64),
+        num_key_value_heads=max(1, shape.hidden // 64),
+        vocab_size=shape.vocabulary,
+    )
+    base = transformers.LlamaForCausalLM(config).bfloat16()
+    lora = peft.LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    return peft.get_peft_model(base, lora, autocast_adapter_dtype=False)
+
+
+class Training:
+    """An engine, its batches and its losses."""
+
+    def __init__(self, shape: Shape, config: dict[str, Any], *, install: bool) -> None:
+        """Build the engine.
+
+        Raises:
+            NotMeasured: DeepSpeed's own op is needed and can be neither loaded nor built.
+        """
+        one_rank_environment()
+        import deepspeed
+
+        if install:
+            import peftds_ext
+
+            peftds_ext.install()
+        else:
+            # Collectives in shared memory, which stock compiles before anything else: one rank has none.
+            importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+            if config["zero_optimization"]["offload_param"]["device"] == "nvme":
+                _needs_async_io()
+        model = build_model(shape)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
+        check_whose(self.engine.optimizer, ours=install and self.engine.zero_optimization_stage() == 3)
+        generator = torch.Generator().manual_seed(1)
+        self._batches = torch.randint(0, shape.vocabulary, (8, 1, shape.tokens), generator=generator)
+        self.losses: list[float] = []
+
+    def round(self) -> Phases:
+        """Take one step."""
+        batch = self._batches[len(self.losses) % len(self._batches)]
+        start = time.perf_counter()
+        loss = self.engine(input_ids=batch, labels=batch).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        seconds = time.perf_counter() - start
+        self.losses.append(float(loss.detach()))
+        return {"step": seconds}
+
+    def read_base(self) -> Phases:
+        """Read once all that lies in the swap file, as the storage engine does at its best."""
+        swapper = next(p.nvme_swapper for p in self.engine.module.parameters())
+        file = swapper._file
+        start = time.perf_counter()
+        file.fetch_all(list(file._extents)).wait()
+        return {"read": time.perf_counter() - start}
+
+
+def _needs_async_io() -> None:
+    builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
+    try:
+        builder.load(verbose=False)
+    except Exception as error:  # whatever a failed build raises
+        raise NotMeasured(f"DeepSpeed's async_io cannot be built: {error}") from error
+
+
+def _serve(options: argparse.Namespace, answer: Answer) -> None:
+    messages = keep_messages()
+    training = Training(
+        Shape(**json.loads(options.shape)), json.loads(options.config), install=options.kind == "ours"
+    )
+    answer({"ready": True})
+    for line in sys.stdin:
+        command = line.strip()
+        if command == "round":
+            answer({"phases": training.round()})
+        elif command == "read":
+            answer({"phases": training.read_base()})
+        elif command == "losses":
+            answer({"losses": training.losses})
+        elif command == "messages":
+            answer({"messages": messages})
+        else:
+            raise ValueError(f"unknown command {line!r}")
+
+
+def main() -> None:
+    """Serve commands until standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", choices=KINDS, required=True)
+    parser.add_argument("--shape", required=True, help="a Shape as JSON")
+    parser.add_argument("--config", required=True, help="DeepSpeed configuration as JSON")
+    options = parser.parse_args()
+    serve_in_lines(lambda answer: _serve(options, answer))
+
+
+if __name__ == "__main__":
+    main()
