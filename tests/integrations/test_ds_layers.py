@@ -236,3 +236,21 @@ def test_hooks_can_be_taken_off_and_put_on_again(runner: Runner) -> None:
 
 def test_vocabulary_fits_the_batches() -> None:
     assert int(batches(1)[0].max()) < VOCABULARY
+
+
+def order_changes_under_trainable_layers(run: Run, tier: str) -> dict[str, Any]:
+    """Train a whole layer, which DeepSpeed takes off the disk at the start, and change the order of layers."""
+    whole = lora_on(shape_for_disk(num_hidden_layers=LAYERS), modules_to_save=["up_proj"])
+    engine = run.initialize(whole, configured(run, tier, 0))
+    losses = []
+    for number, batch in enumerate(batches(STEPS)):
+        whole.base_model.model.config.num_hidden_layers = LAYERS - number % 3
+        losses.append(train_step(engine, batch))
+    return {"losses": losses, "masters": masters(engine)}
+
+
+def test_what_is_read_ahead_in_vain_is_dropped_and_nothing_else(runner: Runner) -> None:
+    in_memory = runner.one(order_changes_under_trainable_layers, tier="cpu").result
+    streamed = runner.one(order_changes_under_trainable_layers, tier="nvme").result
+    assert streamed["losses"] == in_memory["losses"]
+    assert all(torch.equal(streamed["masters"][n], m) for n, m in in_memory["masters"].items())

@@ -7,6 +7,7 @@ partition is *in memory* while ``param.ds_tensor.data`` is. On the CPU with one 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,8 +32,6 @@ class LayerFetch:
 
         self._gathered, self._absent = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
         self._layers: list[tuple[Any, ...]] = [layer.parameters for layer in layers]
-        self._swapped = [tuple(p for p in params if _is_swapped(p)) for params in self._layers]
-        self._sizes = [sum(map(_partition_bytes, params)) for params in self._swapped]
         self._one_rank = all(map(_is_whole_on_the_host, _each(self._layers)))
         self._budget = budget
         self._orders = Orders()
@@ -40,6 +39,15 @@ class LayerFetch:
         self._kept_of: tuple[int, ...] | None = None
         self._ahead: int | None = None  # the layer that is being read ahead
         self._staying: set[int] = set()  # layers whose partitions stay in memory till their next use
+
+    @functools.cached_property
+    def _swapped(self) -> list[tuple[Any, ...]]:
+        """By layer, what lies on the disk; looked up at the first use, since DeepSpeed moves some before."""
+        return [tuple(p for p in params if _is_swapped(p)) for params in self._layers]
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        return [sum(map(_partition_bytes, params)) for params in self._swapped]
 
     def begin_pass(self) -> None:
         """The model's forward begins."""

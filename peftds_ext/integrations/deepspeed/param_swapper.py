@@ -183,10 +183,14 @@ class ParameterSwapper:
         """Return at once: writes are over when the methods that make them return."""
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """Drop partitions from memory; their memory goes back when nobody holds a view of it."""
+        """Drop partitions from memory; their memory goes back when nobody holds a view of it.
+
+        Those that are not on the disk stay: memory is all that they have.
+        """
         with self._lock:
             for param in params:
-                self._drop(param)
+                if self.has(param):
+                    self._drop(param)
 
     def available_swap_in_buffers(self) -> int:
         """Return how many partitions DeepSpeed's read-ahead may ask for; :meth:`swap_in` counts bytes."""
