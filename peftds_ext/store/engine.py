@@ -118,7 +118,8 @@ class StorageEngine:
         The memory goes back when nothing refers to the tensor's storage any more, views that autograd
         has saved included.
         """
-        return torch.frombuffer(self._arena.allocate(numel * dtype.itemsize), dtype=dtype)
+        with torch.inference_mode(False):  # what is read in inference may stay for training
+            return torch.frombuffer(self._arena.allocate(numel * dtype.itemsize), dtype=dtype)
 
     def create_file(self, path: Path) -> File:
         """Make a file that must not exist. It is closed when nobody refers to it."""

@@ -234,18 +234,69 @@ def test_hooks_can_be_taken_off_and_put_on_again(runner: Runner) -> None:
     assert runner.one(hooks_taken_off_and_on).result == runner.one(straight).result
 
 
+class Outer(nn.Module):
+    """A module with a frozen matrix of its own, used before and after the layer inside."""
+
+    def __init__(self, inner: nn.Module, width: int) -> None:
+        super().__init__()
+        self.inner = inner
+        generator = torch.Generator().manual_seed(5)
+        self.mix = nn.Parameter(
+            torch.randn(width, width, generator=generator).mul_(0.01).add_(torch.eye(width))
+        )
+        self.mix.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mix = self.mix.to(inputs.dtype)
+        return self.inner(inputs @ mix) @ mix
+
+
+def nested_and_inference(run: Run, tier: str) -> list[float]:
+    """A layer inside a module with weights of its own, and evaluation in inference mode between steps."""
+    whole = lora_on(shape_for_disk(hidden_size=1024, intermediate_size=1024))
+    model = whole.base_model.model.model
+    model.norm = Outer(model.norm, 1024)
+    engine = run.initialize(whole, configured(run, tier, None))
+    if tier == "resident":
+        for hook in engine.optimizer.parameter_offload.forward_hooks:
+            hook.remove()
+    losses = []
+    for batch in batches(4):
+        if tier == "resident":
+            parameters = list(engine.module.parameters())
+            parameters[0].all_gather(parameters)
+        losses.append(train_step(engine, batch))
+        if tier == "resident":
+            parameters[0].all_gather(parameters)
+        engine.eval()
+        with torch.inference_mode():
+            losses.append(float(engine(input_ids=batch, labels=batch).loss))
+        engine.train()
+    return losses
+
+
+def test_layers_inside_of_others_and_inference_mode(runner: Runner) -> None:
+    resident = runner.one(nested_and_inference, tier="resident").result
+    assert runner.one(nested_and_inference, tier="cpu").result == resident
+    assert runner.one(nested_and_inference, tier="nvme").result == resident
+
+
 def test_vocabulary_fits_the_batches() -> None:
     assert int(batches(1)[0].max()) < VOCABULARY
 
 
 def order_changes_under_trainable_layers(run: Run, tier: str) -> dict[str, Any]:
-    """Train a whole layer, which DeepSpeed takes off the disk at the start, and change the order of layers."""
+    """Train whole layers, which DeepSpeed takes off the disk at the start, and change the order."""
     whole = lora_on(shape_for_disk(num_hidden_layers=LAYERS), modules_to_save=["up_proj"])
     engine = run.initialize(whole, configured(run, tier, 0))
     losses = []
     for number, batch in enumerate(batches(STEPS)):
         whole.base_model.model.config.num_hidden_layers = LAYERS - number % 3
         losses.append(train_step(engine, batch))
+        if tier == "nvme":
+            usage = swapper_of(engine)._engine.arena.usage()
+            fetch = engine.optimizer.parameter_offload.param_coordinator._fetch
+            assert usage.peak_live <= 2 * max(fetch._sizes), (number, usage.peak_live)
     return {"losses": losses, "masters": masters(engine)}
 
 

@@ -73,11 +73,12 @@ class LayerFetch:
             swapped[0].nvme_swapper.bring(swapped)
         self._gather([p for p in self._layers[layer] if p.ds_status is self._absent])
         for parameter in self._layers[layer]:
-            parameter.ds_active_sub_modules.add(layer)
+            parameter.ds_active_sub_modules.add((id(self), layer))
 
     def release(self, layer: int) -> None:
         """A use has ended: what no other layer uses is let go, on the disk's side as the plan says."""
         if self._is_kept(layer):
+            self._make_room(beside=layer)
             self._staying.add(layer)
             if self._one_rank:  # gathered and in memory are the same here
                 self._deactivate(layer)
@@ -94,10 +95,25 @@ class LayerFetch:
         self._let_go([p for p in parameters if id(p) in staying], stay=True)
         self._let_go([p for p in parameters if id(p) not in staying], stay=False)
 
+    def _make_room(self, beside: int) -> None:
+        """Let layers go that another order wanted to keep, until the rest is within the budget."""
+        others = self._staying - {beside}
+        excess = sum(self._sizes[other] for other in others) - self._budget
+        order = self._orders.followed or ()
+        for other in sorted(others, key=lambda other: other in order):
+            if excess <= 0:
+                return
+            excess -= self._sizes[other]
+            self._staying.discard(other)
+            idle = [p for p in self._swapped[other] if not (p.ds_active_sub_modules or p.ds_persist)]
+            self._let_go(idle, stay=False)
+            for parameter in idle:
+                parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
+
     def _deactivate(self, layer: int) -> list[Any]:
         """Take a layer off its parameters' users; returns those without any."""
         for parameter in self._layers[layer]:
-            parameter.ds_active_sub_modules.discard(layer)
+            parameter.ds_active_sub_modules.discard((id(self), layer))
         return [p for p in self._layers[layer] if not p.ds_active_sub_modules]
 
     def _gather(self, parameters: Sequence[Any]) -> None:
@@ -115,9 +131,10 @@ class LayerFetch:
         if not self._one_rank and gathered and not stay:
             gathered[0].partition(gathered)
             return
-        for parameter in gathered:
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            parameter.ds_status = self._absent
+        with torch.inference_mode(False):  # training comes after inference, and wants ordinary tensors
+            for parameter in gathered:
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+                parameter.ds_status = self._absent
         if not stay:
             for parameter in gathered:
                 if _is_swapped(parameter):

@@ -4,12 +4,13 @@
 DeepSpeed hooks every module, which with LoRA is some sixty per decoder layer and pass, and each hook is
 Python (deepspeed/runtime/zero/parameter_offload.py, ``_register_deepspeed_module``). Here a layer's
 parameters come when its forward begins and again when the gradient of its output is there; they go when its
-forward has ended, and in the backward pass when another layer's turn has come: two entries a layer and pass.
+forward has ended, and in the backward pass when another layer's turn has come: two entries a layer and pass,
+and three in a backward pass with recomputation.
 
 Why a layer may be released in the backward pass when another one's begins: autograd runs the nodes that
 are ready in descending order of their creation (torch/csrc/autograd/engine.cpp, ``ReadyQueue``), so that all
 nodes of a layer, which were made after the output of the one before it, have run when the gradient of that
-output is taken up. With checkpointing the nodes are those of the recomputation, for which the same holds.
+output is taken up. A module with parameters of its own and layers inside is released after these.
 DeepSpeed's hooks also split the graph at every module, which changes the order in which gradients are
 summed; without them results are bit-equal to those of a model that is in memory.
 """
@@ -17,7 +18,7 @@ summed; without them results are bit-equal to those of a model that is in memory
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,13 +35,14 @@ class LayerCoordinator:
     keep their names.
     """
 
-    def __init__(self, fetch: LayerFetch) -> None:
+    def __init__(self, layers: Sequence[Layer], fetch: LayerFetch) -> None:
         self.hierarchy = 0
         self.entries = 0
         """Calls from the model into this object so far."""
         self._fetch = fetch
         self._in_forward: list[int] = []
-        self._in_backward: int | None = None
+        self._in_backward: list[int] = []
+        self._inside = [_layers_inside(layer, layers) for layer in layers]
 
     # -- from the model ---------------------------------------------------------------------------------
 
@@ -72,9 +74,12 @@ class LayerCoordinator:
         self._enter_backward(layer)
 
     def _enter_backward(self, layer: int) -> None:
-        if self._in_backward not in (None, layer):
-            self.release_backward_leftovers()
-        self._in_backward = layer
+        for other in [other for other in self._in_backward if other != layer]:
+            if layer not in self._inside[other]:  # else nodes of the outer one come after those of the inner
+                self._in_backward.remove(other)
+                self._fetch.release(other)
+        if layer not in self._in_backward:
+            self._in_backward.append(layer)
         self._fetch.use(layer)
 
     # -- from DeepSpeed ---------------------------------------------------------------------------------
@@ -88,14 +93,13 @@ class LayerCoordinator:
         self._fetch.begin_pass()
 
     def release_backward_leftovers(self) -> None:
-        """Let the layer go whose backward ran last."""
-        if self._in_backward is not None:
-            layer, self._in_backward = self._in_backward, None
-            self._fetch.release(layer)
+        """Let the layers go whose backward ran last."""
+        while self._in_backward:
+            self._fetch.release(self._in_backward.pop())
 
     def release_and_reset_all(self, module: nn.Module) -> None:
         """Let everything go, also what was gathered by hand."""
-        self._in_backward = None
+        self._in_backward.clear()
         self._in_forward.clear()
         self._fetch.release_all(module.parameters())
 
@@ -116,7 +120,8 @@ def layer_offload_class(stock: Any) -> type:
 
         def setup_zero_stage3_hooks(self) -> None:
             self.peftds_layers = find_layers(self.module)
-            self.param_coordinator = LayerCoordinator(LayerFetch(self.peftds_layers, self.peftds_budget))
+            fetch = LayerFetch(self.peftds_layers, self.peftds_budget)
+            self.param_coordinator = LayerCoordinator(self.peftds_layers, fetch)
             super().setup_zero_stage3_hooks()
 
         def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
@@ -145,9 +150,11 @@ def layer_offload_class(stock: Any) -> type:
 def hook(layer: Layer, number: int, coordinator: Callable[[], LayerCoordinator]) -> list[Any]:
     """Let a layer's forward, and the gradients of its outputs, enter the coordinator; returns the hooks."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(module: nn.Module, inputs: Any) -> None:
         coordinator().enter_forward(number)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(module: nn.Module, inputs: Any, output: Any) -> None:
         outputs: list[Any] = list(tensors_in(output))
         for tensor in outputs:
@@ -160,8 +167,11 @@ def hook(layer: Layer, number: int, coordinator: Callable[[], LayerCoordinator])
 
 
 def _on_gradient(outputs: list[Any], call: Callable[[], None]) -> None:
-    """Let ``call`` run once in each backward pass, when the first gradient of the outputs is there."""
-    tensors = [tensor for tensor in outputs if tensor.requires_grad]
+    """Let ``call`` run once in each backward pass, when the first gradient of the outputs is there.
+
+    A leaf has no nodes before it, and so nothing of the layer is needed for its gradient.
+    """
+    tensors = [tensor for tensor in outputs if tensor.grad_fn is not None]
     if len(tensors) == 1:
         tensors[0].register_hook(lambda gradient: call())
     elif tensors:
@@ -184,6 +194,12 @@ def _in_each(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor | dict | tuple | list):
             yield from tensors_in(value)
+
+
+def _layers_inside(outer: Layer, layers: Sequence[Layer]) -> frozenset[int]:
+    """Return the layers whose modules are inside the module of another one."""
+    modules = set(outer.module.modules()) - {outer.module}
+    return frozenset(number for number, layer in enumerate(layers) if layer.module in modules)
 
 
 def _backward_is_running() -> bool:

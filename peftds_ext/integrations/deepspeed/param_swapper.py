@@ -316,7 +316,8 @@ class ParameterSwapper:
         if param.ds_id in self._exposed:  # gathered and let go while a checkpoint is saved or loaded
             param.ds_tensor.data = self._file.mapped(_key(param))
         else:
-            param.ds_tensor.data = torch.empty(0, dtype=param.ds_tensor.dtype)
+            with torch.inference_mode(False):
+                param.ds_tensor.data = torch.empty(0, dtype=param.ds_tensor.dtype)
 
 
 def _key(param: Any) -> str:

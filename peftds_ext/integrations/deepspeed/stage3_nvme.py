@@ -37,7 +37,7 @@ class BudgetedReuse(Stage3Seam):
         if budget is not None:
             for name in ("max_reuse_distance", "max_live_parameters"):
                 kwargs[name] = min(int(kwargs[name]), budget)
-            logger.info("at most %d elements stay gathered between uses (buffer_count x buffer_size)", budget)
+            logger.info("%d elements may stay between uses (buffer_count x buffer_size)", budget)
         return super().initialize_ds_offload(*args, **kwargs)
 
 
