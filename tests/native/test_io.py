@@ -260,6 +260,7 @@ def test_ctrl_c_ends_a_wait_at_once(run_python: Callable[..., str], file: Any) -
 import os, signal, threading, time
 import torch
 from peftds_ext import _native
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it from the start
 core = _native.core()
 engine = core.Engine(faults="read:delay=6000@1")
 file = core.File({file.path!r}, core.Access.READ)
