@@ -8,6 +8,7 @@ partition is *in memory* while ``param.ds_tensor.data`` is. On the CPU with one 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,6 +45,10 @@ class LayerFetch:
     def _swapped(self) -> list[tuple[Any, ...]]:
         """By layer, what lies on the disk; looked up at the first use, since DeepSpeed moves some before."""
         return [tuple(p for p in params if _is_swapped(p)) for params in self._layers]
+
+    @functools.cached_property
+    def _any_swapped(self) -> bool:
+        return any(self._swapped)
 
     @functools.cached_property
     def _sizes(self) -> list[int]:
@@ -162,9 +167,10 @@ class LayerFetch:
 
     def _next_on_disk(self) -> int | None:
         order, position = self._orders.followed, self._orders.position
-        if order is None:
+        if order is None or not self._any_swapped:
             return None
-        return next((i for i in (*order[position:], *order[:position]) if self._swapped[i]), None)
+        ahead = itertools.chain(itertools.islice(order, position, None), order)
+        return next((layer for layer in ahead if self._swapped[layer]), None)
 
 
 def _each(groups: Iterable[Iterable[Any]]) -> Iterable[Any]:
