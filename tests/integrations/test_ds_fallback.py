@@ -101,8 +101,8 @@ def test_stock_does_what_the_kernel_does_not(
         last=furthest(ours["last"], stock["last"]),
     )
     assert relative(ours["losses"], stock["losses"]) <= 1e-4
-    # Norms of fp16 gradients, whose unit roundoff is 5e-4.
-    assert relative(ours["norms"], stock["norms"]) <= 3e-4
+    # Under fp16 autocast these are norms of fp16 gradients, whose unit roundoff is 5e-4.
+    assert relative(ours["norms"], stock["norms"]) <= (3e-4 if setup == "autocast_fp16" else 1e-4)
     assert furthest(ours["first"], stock["first"]) <= 3e-7
     messages = [text for _, text in mine.log if "DeepSpeed" in text]
     assert len(messages) == len(set(messages))
