@@ -615,10 +615,8 @@ def test_a_disk_that_is_full(tmp_path: Path, rewrite: str) -> None:
     assert run.stdout == "done 3\n"
 
 
-def test_what_is_rewritten_all_the_time_does_not_hide_the_rest(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("peftds_ext.store.swap_file._PUBLISH_SECONDS", 0.0)
+@pytest.mark.usefixtures("_no_pause")
+def test_what_is_rewritten_all_the_time_does_not_hide_the_rest(make: Make) -> None:
     store = make()
     for key in ("frozen", "trainable"):
         store.file.write(key, filled(1000, torch.bfloat16))
