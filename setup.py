@@ -39,7 +39,9 @@ CORE_SOURCES = [
     "kernels/cpu/scalar.cpp",
     "kernels/cpu/avx2.cpp",
     "kernels/cpu/avx512.cpp",
+    "stream/executor.cpp",
     "bindings/bind_io.cpp",
+    "bindings/bind_stream.cpp",
     "bindings/ops_cpu.cpp",
     "bindings/core_module.cpp",
 ]

@@ -87,7 +87,9 @@ std::shared_ptr<Engine> make_engine(const std::optional<std::string>& method, in
   settings.block_bytes = block_bytes;
   settings.faults = faults;
   return {new Engine(settings), [](Engine* engine) {
-            const py::gil_scoped_release released;  // it waits for what is under way
+            // It waits for what is under way. The last to let go of it may be native code without the GIL.
+            std::optional<py::gil_scoped_release> released;
+            if (PyGILState_Check() != 0) released.emplace();
             delete engine;
           }};
 }
@@ -141,6 +143,8 @@ void bind_file(py::module_& module) {
       .def_property_readonly("descriptor", &File::buffered_descriptor,
                              "The one for buffered I/O; the file closes it.")
       .def("size", &File::size)
+      .def("check_unchanged", &File::check_unchanged,
+           "Raise CorruptDataError if it is not as it was when it was opened.")
       .def("preallocate", &File::preallocate, py::arg("offset"), py::arg("size"),
            py::call_guard<py::gil_scoped_release>());
 }

@@ -10,6 +10,7 @@
 #include "base/thread_pool.h"
 #include "bindings/bind_error.h"
 #include "bindings/bind_io.h"
+#include "bindings/bind_stream.h"
 
 namespace {
 
@@ -23,9 +24,11 @@ std::vector<std::string> available_cpu_isas() {
 
 PYBIND11_MODULE(_core, module) {
   module.doc() =
-      "Compiled core of peftds_ext: CPU kernels and the torch operators over them, and the storage engine.";
+      "Compiled core of peftds_ext: CPU kernels and the torch operators over them, the storage engine, and "
+      "the executor of plans.";
   peftds::bindings::register_errors();
   peftds::bindings::bind_io(module);
+  peftds::bindings::bind_stream(module);
   module.def(
       "cpu_isa", [] { return std::string(to_string(peftds::chosen_isa())); },
       "Instruction set that the CPU kernels use; raises ConfigError for a wrong PEFTDS_CPU_ISA.");

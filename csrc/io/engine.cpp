@@ -50,14 +50,17 @@ Ticket::Ticket(Ticket&&) noexcept = default;
 Ticket::~Ticket() {
   if (!request_ || !core_->in_own_process()) return;
   try {
-    core_->wait_for(request_, std::nullopt);
+    core_->wait_for(request_, std::nullopt, Priority::kDemand);
   } catch (const FileError&) {  // who did not ask for the outcome does not want it
   }
 }
 
 bool Ticket::done() const { return core_->done(*request_); }
-void Ticket::wait() const { core_->wait_for(request_, std::nullopt); }
-bool Ticket::wait_for(std::chrono::milliseconds limit) const { return core_->wait_for(request_, limit); }
+void Ticket::wait(Priority urgency) const { core_->wait_for(request_, std::nullopt, urgency); }
+bool Ticket::wait_for(std::chrono::milliseconds limit) const {
+  return core_->wait_for(request_, limit, Priority::kDemand);
+}
+std::chrono::steady_clock::time_point Ticket::finished_at() const { return core_->finished_at(*request_); }
 
 Engine::Engine(const Settings& settings) {
   check(settings);

@@ -51,12 +51,16 @@ class Ticket {
   /// Whether the outcome is there. Thread-safe, does not block.
   [[nodiscard]] bool done() const;
 
-  /// Waits until the outcome is there, with the priority of demand from now on. Throws what went wrong
-  /// (FileError: kStorage, kStorageFull, kCorruptData), the same to every call.
-  void wait() const;
+  /// Waits until the outcome is there; with the priority of demand from now on, unless `urgency` says that
+  /// its turn is soon enough. Throws what went wrong (FileError: kStorage, kStorageFull, kCorruptData), the
+  /// same to every call.
+  void wait(Priority urgency = Priority::kDemand) const;
 
   /// The same for at most `limit`; returns whether it is done.
   bool wait_for(std::chrono::milliseconds limit) const;
+
+  /// When the outcome was there; meaningless before.
+  [[nodiscard]] std::chrono::steady_clock::time_point finished_at() const;
 
  private:
   friend class Engine;

@@ -100,12 +100,17 @@ bool EngineCore::done(const Request& request) {
   return request.finished;
 }
 
+std::chrono::steady_clock::time_point EngineCore::finished_at(const Request& request) {
+  const std::lock_guard lock(mutex_);
+  return request.finished_at;
+}
+
 bool EngineCore::wait_for(const std::shared_ptr<Request>& request,
-                          std::optional<std::chrono::milliseconds> limit) {
+                          std::optional<std::chrono::milliseconds> limit, Priority urgency) {
   check_process();
   std::unique_lock lock(mutex_);
   const auto waiting = std::find(read_ahead_.begin(), read_ahead_.end(), request);
-  if (waiting != read_ahead_.end()) {
+  if (urgency == Priority::kDemand && waiting != read_ahead_.end()) {
     read_ahead_.erase(waiting);
     demand_.push_back(request);
   }
@@ -307,6 +312,7 @@ void EngineCore::finish(Transfer& transfer, std::optional<FileError> failure) {
 void EngineCore::complete_if_over(Request& request) {
   if (request.finished || request.in_flight > 0 || request.has_next()) return;
   request.finished = true;
+  request.finished_at = std::chrono::steady_clock::now();
   changed_->notify_all();
 }
 

@@ -26,6 +26,7 @@ struct Request {
   int64_t done = 0;   // after so many of its bytes
   int in_flight = 0;
   bool finished = false;
+  std::chrono::steady_clock::time_point finished_at;
   std::optional<FileError> failure;  // the first; no piece is started after it
 
   [[nodiscard]] bool has_next() const { return !failure && extent < extents.size(); }
@@ -39,8 +40,10 @@ class EngineCore {
   EngineCore& operator=(const EngineCore&) = delete;
 
   void submit(const std::shared_ptr<Request>& request);
-  bool wait_for(const std::shared_ptr<Request>& request, std::optional<std::chrono::milliseconds> limit);
+  bool wait_for(const std::shared_ptr<Request>& request, std::optional<std::chrono::milliseconds> limit,
+                Priority urgency);
   bool done(const Request& request);
+  std::chrono::steady_clock::time_point finished_at(const Request& request);
   void close();
 
   void attach(const std::shared_ptr<const File>& file);

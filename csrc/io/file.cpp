@@ -54,9 +54,14 @@ int64_t stated_alignment([[maybe_unused]] int descriptor) {
   return -1;
 }
 
-bool is_folder(int descriptor) {
+struct stat facts_of(int descriptor, const std::string& path) {
   struct stat facts{};
-  return fstat(descriptor, &facts) == 0 && S_ISDIR(facts.st_mode);
+  if (fstat(descriptor, &facts) != 0) throw_file_error("size", path, errno);
+  return facts;
+}
+
+int64_t changed_at(const struct stat& facts) {
+  return int64_t{facts.st_mtim.tv_sec} * 1'000'000'000 + facts.st_mtim.tv_nsec;
 }
 
 /// -1 if the file system does not say.
@@ -106,10 +111,14 @@ void throw_file_error(const std::string& what, const std::string& path, int numb
 File::File(std::string path, Access access, Direct direct) : path_(std::move(path)) {
   buffered_ = uninterrupted([&] { return open(path_.c_str(), open_flags(access), 0600); });
   if (buffered_ < 0) throw_file_error(purpose(access), path_, errno);
-  if (is_folder(buffered_)) {  // which open() refuses for writing only
+  struct stat facts{};
+  const int number = fstat(buffered_, &facts) != 0 ? errno : S_ISDIR(facts.st_mode) ? EISDIR : 0;
+  if (number != 0) {  // open() refuses folders for writing only
     close(buffered_);
-    throw_file_error(purpose(access), path_, EISDIR);
+    throw_file_error(purpose(access), path_, number);
   }
+  size_at_open_ = facts.st_size;
+  changed_at_open_ = changed_at(facts);
   if (direct == Direct::kOff) {
     refusal_ = "direct I/O is switched off";
     return;
@@ -136,10 +145,17 @@ std::string File::why_buffered() const {
   return refusal_.empty() ? "the file system refused a direct transfer" : refusal_;
 }
 
-int64_t File::size() const {
-  struct stat facts{};
-  if (fstat(buffered_, &facts) != 0) throw_file_error("size", path_, errno);
-  return facts.st_size;
+int64_t File::size() const { return facts_of(buffered_, path_).st_size; }
+
+void File::check_unchanged() const {
+  const struct stat facts = facts_of(buffered_, path_);
+  if (facts.st_size == size_at_open_ && changed_at(facts) == changed_at_open_) return;
+  const std::string what = facts.st_size != size_at_open_
+                               ? detail::concat("it has ", facts.st_size, " bytes and had ", size_at_open_)
+                               : std::string("the time of its last change is another one");
+  throw FileError(
+      ErrorCode::kCorruptData,
+      "the file was changed while it was in use: " + what + "; restore it and start the run again", path_, 0);
 }
 
 void File::preallocate(int64_t offset, int64_t size) const {

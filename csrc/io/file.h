@@ -49,6 +49,10 @@ class File {
 
   [[nodiscard]] int64_t size() const;
 
+  /// Throws kCorruptData if size or time of the last change are not what they were when it was opened.
+  /// For files that only others could change.
+  void check_unchanged() const;
+
   /// Takes the space of [offset, offset + size) on the disk, so that writing there cannot find it
   /// full, and grows the file to hold it. Where the file system cannot reserve, free space is only
   /// compared and the file grown. Throws kStorageFull, with the file unchanged in size.
@@ -60,6 +64,8 @@ class File {
   int buffered_ = -1;
   int direct_ = -1;
   int64_t alignment_ = 4096;
+  int64_t size_at_open_ = 0;
+  int64_t changed_at_open_ = 0;  // nanoseconds since the epoch
   mutable std::atomic<bool> direct_usable_{false};
 };
 
