@@ -15,24 +15,32 @@ PACKAGE, CSRC = ROOT / "peftds_ext", ROOT / "csrc"
 
 # What each part of the package may import, besides itself. The root (peftds_ext/__init__.py) only says what
 # is loaded on first use.
+BASE = {"errors", "env", "config"}
 ALLOWED = {
     "errors": set(),
     "env": set(),
     "config": {"errors"},
     "_native": {"errors"},
     "ops": {"errors", "_native"},
-    "optim": {"errors", "env", "config", "_native", "ops"},
-    "store": {"errors", "env", "config", "_native", "ops"},
-    "planner": {"errors", "env", "config"},
-    "stream": {"errors", "env", "config", "_native", "ops", "optim", "store"},
-    "integrations": {"stream", "errors", "env", "config", "_native", "ops", "optim", "planner", "store"},
-    "cli": {"errors", "env", "config", "_native", "ops", "optim", "planner", "store", "integrations"},
-    "": {"errors", "ops", "optim", "integrations"},
+    "optim": {*BASE, "_native", "ops"},
+    "store": {*BASE, "_native", "ops"},
+    "planner": BASE,
+    "observe": BASE,
+    "stream": {*BASE, "_native", "ops", "optim", "store", "observe"},
+    "integrations": {*BASE, "_native", "ops", "optim", "planner", "store", "stream", "observe"},
+    "cli": {*BASE, "_native", "ops", "optim", "planner", "store", "integrations", "observe"},
+    "": {"errors", "ops", "optim", "integrations", "observe"},
 }
 FOREIGN = {"deepspeed", "transformers", "peft", "accelerate"}
 
 # What each part of the C++ code may include, besides itself.
-INCLUDES = {"base": set(), "kernels": {"base"}, "io": {"base"}, "bindings": {"base", "kernels", "io"}}
+INCLUDES = {
+    "base": set(),
+    "kernels": {"base"},
+    "io": {"base"},
+    "stream": {"base", "io", "kernels"},
+    "bindings": {"base", "kernels", "io", "stream"},
+}
 OUTSIDE_KNOWLEDGE = re.compile(r"^(torch|pybind11|ATen|c10|caffe2|Python\.h)")
 
 
