@@ -45,3 +45,7 @@ class StorageFullError(StorageError):
 
 class CorruptDataError(StorageError):
     """A file is shorter than it was, or holds other bytes than were written."""
+
+
+class CheckpointError(PeftdsError, ValueError):
+    """A checkpoint's file or index is damaged, hostile or incomplete."""
