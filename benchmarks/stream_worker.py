@@ -93,9 +93,9 @@ class Training:
     def read_base(self) -> Phases:
         """Read once all that lies in the swap file, as the storage engine does at its best."""
         swapper = next(p.nvme_swapper for p in self.engine.module.parameters())
-        file = swapper._file
+        keys = [f"param{p.ds_id}" for p in self.engine.module.parameters() if swapper.has(p)]
         start = time.perf_counter()
-        file.fetch_all(list(file._extents)).wait()
+        swapper._records.fetch_all(keys).wait()
         return {"read": time.perf_counter() - start}
 
 

@@ -48,6 +48,11 @@ class ParamsConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    source: Literal["checkpoint", "store"] | None = None
+    """``"checkpoint"``: frozen weights are read in place from the safetensors files of a model that
+    ``peftds_ext.from_pretrained`` made. ``"store"``: from files of our own, or host memory. Left out:
+    whichever the model was made for."""
+
     host_bytes: ByteSize | None = Field(default=None, ge=0)
     """How much of what lies on a disk may stay in host memory between uses, such as ``"16GiB"``."""
 

@@ -108,6 +108,11 @@ class StorageEngine:
         return self._native.method
 
     @property
+    def native(self) -> Engine:
+        """The compiled engine, for what is compiled as well."""
+        return self._native
+
+    @property
     def arena(self) -> Arena:
         """Where :meth:`empty` takes memory from."""
         return self._arena
@@ -127,6 +132,16 @@ class StorageEngine:
         self._native.attach(file)
         if self.settings.direct and not file.direct:
             logger.info("%s is read and written through the page cache: %s", path, file.why_buffered)
+        return file
+
+    def open_file(self, path: Path) -> File:
+        """Open a file that is only read. It is closed when nobody refers to it.
+
+        Raises:
+            StorageError: it cannot be opened.
+        """
+        file: File = self._core.File(str(path), self._core.Access.READ, direct=self.settings.direct)
+        self._native.attach(file)
         return file
 
     def read(self, file: File, pieces: list[tuple[int, Tensor]], *, ahead: bool = False) -> Ticket:

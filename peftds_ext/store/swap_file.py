@@ -187,6 +187,29 @@ class SwapFile:
             found += checksums(part, _CHECKSUM_BLOCK)
         self._judge(key, extent, found)
 
+    def place(self, key: str) -> tuple[File, int, torch.dtype, int]:
+        """Return a record's file, offset in bytes, dtype and elements, for who reads it by other means.
+
+        Raises:
+            StorageError: its last write failed.
+        """
+        self._refuse_unwritten(key)
+        with self._lock:
+            if self._manifest.is_due():
+                self._publish_if_there_is_room()
+        extent = self._extents[key]
+        return self._file, extent.offset, extent.dtype, extent.numel
+
+    def compare(self, key: str, tensor: Tensor) -> None:
+        """Compare what was read of a record with its checksums, where the settings want that.
+
+        Raises:
+            CorruptDataError: other bytes are there than were written.
+        """
+        extent = self._extents[key]
+        if self._is_to_compare(extent):
+            self._judge(key, extent, checksums(tensor, _CHECKSUM_BLOCK))
+
     def holds(self, key: str, tensor: Tensor) -> bool:
         """Tell whether a record is bit for bit this tensor, by the checksums and then by its bytes."""
         extent = self._extents.get(key)
@@ -205,12 +228,7 @@ class SwapFile:
         return True
 
     def _start_read(self, keys: Sequence[str], destinations: list[Tensor], ahead: bool) -> PendingReads:
-        for key in keys:
-            self._refuse_unwritten(key)
-        with self._lock:
-            if self._manifest.is_due():
-                self._publish_if_there_is_room()
-        pieces = [(self._extents[key].offset, to) for key, to in zip(keys, destinations, strict=True)]
+        pieces = [(self.place(key)[1], to) for key, to in zip(keys, destinations, strict=True)]
         return PendingReads(self, keys, destinations, self._engine.read(self._file, pieces, ahead=ahead))
 
     def _refuse_unwritten(self, key: str) -> None:
@@ -223,11 +241,6 @@ class SwapFile:
     def _is_to_compare(self, extent: _Extent) -> bool:
         policy = self._engine.settings.checksum
         return policy == "always" or (policy == "first" and not extent.compared)
-
-    def _compare(self, key: str, tensor: Tensor) -> None:
-        extent = self._extents[key]
-        if self._is_to_compare(extent):
-            self._judge(key, extent, checksums(tensor, _CHECKSUM_BLOCK))
 
     def _judge(self, key: str, extent: _Extent, found: list[int]) -> None:
         extent.compared = found == extent.crc32c
@@ -355,7 +368,7 @@ class PendingReads:
         """
         self._ticket.wait()
         for key, tensor in zip(self._keys, self._tensors, strict=True):
-            self._file._compare(key, tensor)
+            self._file.compare(key, tensor)
         return self._tensors
 
 

@@ -64,6 +64,11 @@ class Orders:
         return len(self._passed)
 
     @property
+    def known(self) -> tuple[tuple[int, ...], ...]:
+        """The orders that are remembered."""
+        return tuple(self._known)
+
+    @property
     def followed(self) -> tuple[int, ...] | None:
         """The recorded order that this pass agrees with so far, or None if there is none."""
         return self._followed

@@ -169,7 +169,7 @@ def gather_and_drop(run: Run, disk: str, method: str | None) -> dict[str, Any]:
     (swapper,) = swappers(model)
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         total = sum(float(parameter.detach().float().sum()) for parameter in model.parameters())
-    during, records = _tasks(), len(swapper._file._extents)
+    during, records = _tasks(), len(swapper._records._swap._extents)
     reference = weakref.ref(swapper)
     del swapper, model
     gc.collect()
@@ -257,4 +257,4 @@ def many_parameters(run: Run, disk: str, count: int, open_files: int) -> dict[st
         engine.step()
         losses.append(float(loss.detach()))
     (swapper,) = swappers(engine.module)
-    return {"losses": losses, "records": len(swapper._file._extents), "remains": remains(disk)}
+    return {"losses": losses, "records": len(swapper._records._swap._extents), "remains": remains(disk)}

@@ -112,8 +112,9 @@ def train(
         result["entries"] = coordinator.entries / (
             STEPS * len(engine.optimizer.parameter_offload.peftds_layers)
         )
-        result["sizes"] = coordinator._fetch._sizes
-        result["records"] = coordinator._fetch._orders.records
+        pipeline = coordinator._fetch.pipeline
+        result["sizes"] = pipeline.sizes if pipeline else ()
+        result["records"] = pipeline.records if pipeline else 0
     if tier == "nvme":
         usage = swapper_of(engine)._engine.arena.usage()
         result["memory"] = (usage.peak_live, usage.peak_held)
@@ -291,8 +292,8 @@ def order_changes_under_trainable_layers(run: Run, tier: str) -> dict[str, Any]:
         losses.append(train_step(engine, batch))
         if tier == "nvme":
             usage = swapper_of(engine)._engine.arena.usage()
-            fetch = engine.optimizer.parameter_offload.param_coordinator._fetch
-            assert usage.peak_live <= 2 * max(fetch._sizes), (number, usage.peak_live)
+            pipeline = engine.optimizer.parameter_offload.param_coordinator._fetch.pipeline
+            assert usage.peak_live <= 2 * max(pipeline.sizes), (number, usage.peak_live)
     return {"losses": losses, "masters": masters(engine)}
 
 

@@ -93,7 +93,7 @@ def _writes(engine: Any) -> int:
     swapper = swapper_of(engine)
     if swapper is None:
         return 0
-    counter: Any = swapper._file
+    counter: Any = swapper._records
     if not hasattr(counter, "writes"):
         counter.writes, write = 0, counter.write
 
@@ -158,7 +158,7 @@ def two_engines(run: Run, device: str) -> dict[str, Any]:
         whole = lora_on(shape_for_disk(rms_norm_eps=1e-6 * (1 + seed)))
         engines.append(run.initialize(whole, configured(run, device, run.tmp / "disk", {}, {})))
     losses = [[train_step(engine, batch) for engine in engines] for batch in batches(4)]
-    paths = {str(swapper_of(engine)._file.path) for engine in engines} if device == "nvme" else set()
+    paths = {str(swapper_of(engine)._records.path) for engine in engines} if device == "nvme" else set()
     return {"losses": losses, "files": len(paths)}
 
 
@@ -226,7 +226,7 @@ def saved_after(run: Run, damage: str, checksum: str = "first") -> str:
     engine = run.initialize(lora_on(shape_for_disk()), config)
     if damage != "a flipped bit before the first read":
         train_step(engine, batches(1)[0])
-    path = swapper_of(engine)._file.path
+    path = swapper_of(engine)._records.path
     if damage.startswith("a flipped bit"):
         with path.open("r+b") as file:
             file.seek(1000)

@@ -44,7 +44,7 @@ def train(
     losses = [train_step(engine, batch) for batch in batches(4, run.rank)]
     result = result_of(engine, losses)
     swapper = swapper_of(engine)
-    result["file"] = str(swapper._file.path) if swapper is not None else None
+    result["file"] = str(swapper._records.path) if swapper is not None else None
     return result
 
 

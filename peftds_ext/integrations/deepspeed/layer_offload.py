@@ -103,6 +103,10 @@ class LayerCoordinator:
         self._in_forward.clear()
         self._fetch.release_all(module.parameters())
 
+    def close(self) -> None:
+        """End what reads ahead."""
+        self._fetch.close()
+
     def is_invalid_trace(self) -> bool:
         """Tell DeepSpeed that there is no trace that it would have to drop."""
         return True
@@ -135,6 +139,7 @@ def layer_offload_class(stock: Any) -> type:
 
         def destroy(self) -> None:
             super().destroy()
+            self.param_coordinator.close()
             # DeepSpeed's list of modules that are being run keeps the model, and its files, for ever.
             from deepspeed.runtime.zero import parameter_offload
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,8 @@ from peftds_ext.integrations.deepspeed.offload import NVME_PATH, memory_budget
 from peftds_ext.integrations.deepspeed.section import read_section
 from peftds_ext.store.engine import StorageEngine, choose_settings
 from peftds_ext.store.folder import StoreFolder
-from peftds_ext.store.swap_file import PendingReads, SwapFile
+from peftds_ext.store.records import PendingRecords, Records, Source
+from peftds_ext.store.swap_file import SwapFile
 
 logger = logging.getLogger("peftds_ext")
 
@@ -40,7 +41,7 @@ class _Batch:
     """Partitions that are read by one submission."""
 
     params: list[Any]
-    reads: PendingReads
+    reads: PendingRecords
 
 
 class ParameterSwapper:
@@ -61,25 +62,24 @@ class ParameterSwapper:
         from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
         self._status = PartitionedParamStatus
+        self._lock = threading.RLock()
+        self._reading: dict[int, _Batch] = {}  # by parameter
+        self._exposed: set[int] = set()
+        self.when_changed: Callable[[Any], None] = lambda param: None
+        """Is told of each parameter whose bytes on the disk are going to be other than they were."""
         raw: Mapping[str, Any] = ds_config._param_dict
         root = Path(ds_config.zero_config.offload_param.nvme_path)
         self._item_bytes = model_dtype.itemsize
         self._threshold = max(_MIN_SWAPPED_BYTES, int(ds_config.aio_config["block_size"]))
         self._budget = memory_budget(raw, self._item_bytes)
-        rank = comm.get_rank()
-        folder = StoreFolder.create(root, rank=rank, what=NVME_PATH)
-        try:
-            settings = choose_settings(read_section(raw).io, folder.path, raw.get("aio"))
-            self._engine = StorageEngine(settings)
-            self._file = SwapFile(folder, self._engine, rank=rank, world_size=comm.get_world_size())
-        except BaseException:
-            folder.remove()
-            raise
-        weakref.finalize(self, self._file.close)
-        self._lock = threading.RLock()
-        self._reading: dict[int, _Batch] = {}  # by parameter
-        self._exposed: set[int] = set()
-        logger.info("parameters on disk: %s, engine %s", self._file.path, self._engine.method)
+        section = read_section(raw)
+        self._engine = StorageEngine(choose_settings(section.io, _nearest_folder(root), raw.get("aio")))
+        rank, ranks = comm.get_rank(), comm.get_world_size()
+        engine = self._engine
+        self._records = Records(engine, lambda: _swap_file(root, engine, rank, ranks))
+        if section.params.source != "checkpoint":  # there it may be that nothing is ever written
+            self._records.make_file()
+        weakref.finalize(self, self._records.close)
 
     # -- which partitions are swapped, and their first write ------------------------------------------
 
@@ -108,8 +108,8 @@ class ParameterSwapper:
             for param in params:
                 key, tensor = _key(param), param.ds_tensor.data
                 # A gather with a modifier rank ends here even when nothing was modified.
-                if not self._file.holds(key, tensor):
-                    self._file.write(key, tensor)
+                if not self._records.holds(key, tensor):
+                    self._write(param, tensor)
                 self._drop(param)
 
     # -- residency ------------------------------------------------------------------------------------
@@ -130,38 +130,6 @@ class ParameterSwapper:
             self._start(wanted, ahead=async_op)
             if not async_op:
                 self.synchronize_reads()
-
-    def read_ahead(self, params: Sequence[Any]) -> None:
-        """Start reading partitions that are going to be used next; those that are in memory stay as they are.
-
-        Raises:
-            StorageError: the last write of one of them failed.
-        """
-        with self._lock:
-            self._start(params, ahead=True)
-
-    def start(self, params: Sequence[Any]) -> None:
-        """Start reading partitions that are needed now, before anything that is read ahead.
-
-        Raises:
-            StorageError: the last write of one of them failed.
-        """
-        with self._lock:
-            self._start(params, ahead=False)
-
-    def bring(self, params: Sequence[Any]) -> None:
-        """Make these partitions AVAILABLE, and wait for no others.
-
-        Raises:
-            StorageError: a read failed (CorruptDataError: other bytes are there than were written). What
-                was to come with it is NOT_AVAILABLE again.
-        """
-        with self._lock:
-            self._start(params, ahead=False)
-            for param in params:
-                batch = self._reading.get(param.ds_id)
-                if batch is not None:
-                    self._finish(batch)
 
     def synchronize_reads(self) -> None:
         """Wait for all reads that are under way; those partitions become AVAILABLE.
@@ -206,9 +174,66 @@ class ParameterSwapper:
             self._forget_read(param)
             ready_for_reads = dest_buffer.device.type == "cpu" and dest_buffer.is_contiguous()
             if ready_for_reads and dest_buffer.dtype == param.ds_tensor.dtype:
-                self._file.read_into(_key(param), dest_buffer)
+                self._records.read_into(_key(param), dest_buffer)
             else:
-                dest_buffer.copy_(self._file.fetch(_key(param)).wait())
+                dest_buffer.copy_(self._records.fetch(_key(param)))
+
+    # -- whole layers, which a pipeline reads ------------------------------------------------------------
+
+    @property
+    def engine(self) -> StorageEngine:
+        """What moves the bytes."""
+        return self._engine
+
+    def bind(self, param: Any, source: Source) -> None:
+        """Let a partition be what lies in a file that is only read.
+
+        Raises:
+            ValueError: it cannot be used in place.
+        """
+        self._records.bind(_key(param), source)
+
+    def source(self, param: Any) -> Source:
+        """Return where a partition lies now.
+
+        Raises:
+            StorageError: its last write failed.
+        """
+        return self._records.source(_key(param))
+
+    def is_absent(self, param: Any) -> bool:
+        """Tell whether a partition is on the disk alone, and not on its way either."""
+        return bool(param.ds_tensor.status == self._status.NOT_AVAILABLE)
+
+    def adopt(self, param: Any, tensor: Tensor) -> None:
+        """Make a partition AVAILABLE that was read through :meth:`source`.
+
+        Raises:
+            CorruptDataError: other bytes are there than were written.
+        """
+        self._records.arrived(_key(param), tensor)
+        with self._lock:
+            if self.is_absent(param):
+                param.ds_tensor.data = tensor
+                param.ds_tensor.status = self._status.AVAILABLE
+
+    def bring(self, params: Sequence[Any]) -> None:
+        """Make these partitions AVAILABLE, and wait for no others.
+
+        Raises:
+            StorageError: a read failed. What was to come with it is NOT_AVAILABLE again.
+        """
+        with self._lock:
+            self._start(params, ahead=False)
+            for param in params:
+                batch = self._reading.get(param.ds_id)
+                if batch is not None:
+                    self._finish(batch)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of the disk that partitions take, beside those that lie in place in somebody else's file."""
+        return self._records.written_bytes
 
     # -- trainable partitions that do not fit max_in_cpu ----------------------------------------------
 
@@ -244,7 +269,7 @@ class ParameterSwapper:
             if param.ds_tensor.status == self._status.AVAILABLE:
                 param.ds_tensor.data.copy_(values)
             if self.has(param):
-                self._file.write(_key(param), values)
+                self._write(param, values)
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -256,7 +281,7 @@ class ParameterSwapper:
         """
         with self._lock:
             self._forget_read(param)
-            param.ds_tensor.data = self._file.mapped(_key(param))
+            param.ds_tensor.data = self._records.mapped(_key(param))
             self._exposed.add(param.ds_id)
 
     def cover(self, param: Any, *, keep_changes: bool) -> None:
@@ -267,18 +292,22 @@ class ParameterSwapper:
         """
         with self._lock:
             self._exposed.discard(param.ds_id)
-            if keep_changes and not self._file.holds(_key(param), param.ds_tensor.data):
-                self._file.write(_key(param), param.ds_tensor.data)
+            if keep_changes and not self._records.holds(_key(param), param.ds_tensor.data):
+                self._write(param, param.ds_tensor.data)
             self._drop(param)
 
     # -- -----------------------------------------------------------------------------------------------
+
+    def _write(self, param: Any, tensor: Tensor) -> None:
+        self.when_changed(param)
+        self._records.write(_key(param), tensor)
 
     def _start(self, params: Sequence[Any], *, ahead: bool) -> None:
         """Start reading those partitions that are neither there nor on their way."""
         absent = [p for p in params if p.ds_tensor.status == self._status.NOT_AVAILABLE]
         if not absent:
             return
-        batch = _Batch(absent, self._file.fetch_all([_key(param) for param in absent], ahead=ahead))
+        batch = _Batch(absent, self._records.fetch_all([_key(param) for param in absent], ahead=ahead))
         for param in absent:
             self._reading[param.ds_id] = batch
             param.ds_tensor.status = self._status.INFLIGHT
@@ -314,10 +343,26 @@ class ParameterSwapper:
         self._forget_read(param)
         param.ds_tensor.status = self._status.NOT_AVAILABLE
         if param.ds_id in self._exposed:  # gathered and let go while a checkpoint is saved or loaded
-            param.ds_tensor.data = self._file.mapped(_key(param))
+            param.ds_tensor.data = self._records.mapped(_key(param))
         else:
             with torch.inference_mode(False):
                 param.ds_tensor.data = torch.empty(0, dtype=param.ds_tensor.dtype)
+
+
+def _swap_file(root: Path, engine: StorageEngine, rank: int, ranks: int) -> SwapFile:
+    folder = StoreFolder.create(root, rank=rank, what=NVME_PATH)
+    try:
+        file = SwapFile(folder, engine, rank=rank, world_size=ranks)
+    except BaseException:
+        folder.remove()
+        raise
+    logger.info("parameters on disk: %s, engine %s", file.path, engine.method)
+    return file
+
+
+def _nearest_folder(path: Path) -> Path:
+    """Return the folder itself, or the nearest one above it that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
 def _key(param: Any) -> str:
