@@ -52,8 +52,8 @@ std::shared_ptr<Executor> make_executor(std::shared_ptr<io::Engine> engine, cons
           }};
 }
 
-std::pair<int64_t, std::vector<int64_t>> define(Executor& executor, int layer,
-                                                const std::vector<PySource>& sources) {
+std::tuple<int64_t, int64_t, std::vector<int64_t>> define(Executor& executor, int layer,
+                                                          const std::vector<PySource>& sources) {
   std::vector<stream::Source> native;
   for (const auto& [file, offset, size, room, cast, read_only] : sources) {
     stream::Source source{file, offset, size, room, std::nullopt, read_only};
@@ -62,7 +62,7 @@ std::pair<int64_t, std::vector<int64_t>> define(Executor& executor, int layer,
   }
   const py::gil_scoped_release released;
   stream::Layout layout = executor.define(layer, std::move(native));
-  return {layout.bytes, std::move(layout.offsets)};
+  return {layout.bytes, layout.staged, std::move(layout.offsets)};
 }
 
 void follow(Executor& executor, const std::vector<PyUse>& order) {
@@ -111,7 +111,9 @@ void bind_stream(py::module_& module) {
   py::classh<Executor>(module, "Executor", "Reads layers from files ahead of their use.")
       .def(py::init(&make_executor), py::arg("engine"), py::arg("arena"), py::arg("threads"))
       .def("define", &define, py::arg("layer"), py::arg("sources"),
-           "Say what a layer is made of; returns its block's size, and where each source begins in it.")
+           "Say what a layer is made of; returns the bytes of its block, those that it needs beside while it "
+           "is "
+           "read, and where each source begins in the block.")
       .def("follow", &follow, py::arg("order"), "Follow (layer, reads, reach) uses from now on.")
       .def("advance", &Executor::advance, py::arg("position"), py::kw_only(), py::arg("demanded") = -1,
            py::arg("resident") = -1, py::arg("most") = std::numeric_limits<int>::max(),

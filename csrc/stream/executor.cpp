@@ -63,7 +63,6 @@ struct Executor::Definition {
   std::vector<Source> sources;
   std::vector<Pages> pages;
   Layout layout;
-  bool converts = false;
   int64_t read_bytes = 0;
 };
 
@@ -106,7 +105,7 @@ Layout Executor::define(int layer, std::vector<Source> sources) {
     const int64_t end = std::max(before + source.room, source.cast ? 0 : pages.size);
     made->layout.bytes += io::round_up(end, Arena::kPage);
     made->pages.push_back(pages);
-    made->converts = made->converts || source.cast;
+    if (source.cast && source.size > 0) made->layout.staged += io::round_up(pages.size, Arena::kPage);
     made->read_bytes += source.size == 0 ? 0 : pages.size;
   }
   made->sources = std::move(sources);
@@ -201,7 +200,7 @@ Executor::LoadPointer Executor::start(int layer, bool demanded) {
   load->ticket.emplace(engine_->submit(io::Direction::kRead, std::move(extents),
                                        demanded ? io::Priority::kDemand : io::Priority::kReadAhead));
   loads_[static_cast<size_t>(layer)] = load;
-  if (definition.converts && !demanded) decode_in_background(load);
+  if (definition.layout.staged > 0 && !demanded) decode_in_background(load);
   return load;
 }
 
@@ -308,7 +307,7 @@ void Executor::complete(Load& load, bool background) {
     const int64_t bytes = load.definition->read_bytes;
     counts_.bytes += bytes;
     note({Event::Kind::kRead, load.layer, bytes, false, load.started, arrived});
-    if (load.definition->converts)
+    if (load.definition->layout.staged > 0)
       note({Event::Kind::kDecode, load.layer, load.definition->layout.bytes, background, arrived, decoded});
   }
   changed_.notify_all();

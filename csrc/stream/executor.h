@@ -40,9 +40,10 @@ struct Source {
   bool read_only = false;  // a change of the file since it was opened is an error
 };
 
-/// Where a layer's tensors begin in its block, in bytes.
+/// The memory that a layer takes, in bytes, and where its tensors begin in its block.
 struct Layout {
-  int64_t bytes = 0;
+  int64_t bytes = 0;   // of the block
+  int64_t staged = 0;  // beside it, until what needs conversion is converted
   std::vector<int64_t> offsets;
 };
 

@@ -8,6 +8,7 @@ a parameter that is still a stand-in afterwards is that tensor of the checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from peftds_ext.errors import ConfigError, MissingDependencyError
 from peftds_ext.store.checkpoint import CheckpointTensor, read_tensor
 
-_log = logging.getLogger("peftds_ext")
+logger = logging.getLogger("peftds_ext")
 
 _INSTALL: Final = "pip install 'peftds_ext[peft]'"
 _FLOATS: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -106,25 +107,35 @@ def load_skeleton(
     """
     transformers = _transformers()
     _refuse_arguments(kwargs)
-    _refuse_process(transformers)
+    _refuse_process()
     folder = Path(path)
     _refuse_folder(folder)
     config, rest = _configuration(transformers, auto_class, folder, kwargs)
     _refuse_configuration(config, folder, rest)
-    model_class, config = _model_class(transformers, auto_class, config)
-    given: set[str] = set()
-    # A parameter is its tensor of the checkpoint only if nothing else was done with that tensor: a view of
-    # the values may have been written to. Of such tensors the next pass gets the values from the start.
-    while True:
-        loaded = _load(model_class, config, checkpoint, given, rest)
-        written = loaded.watch.used & {stand_in.source.name for _, stand_in in _stand_ins(loaded.model)}
-        if not written:
-            break
-        _log.debug("%s: loaded again, with the values of %s", folder, sorted(written))
-        given |= written
-        del loaded
+    with _no_partitioning(transformers):
+        model_class, config = _model_class(transformers, auto_class, config)
+        loaded = _load_until_settled(model_class, config, checkpoint, rest)
     _name(transformers, loaded.model, folder, rest)
     return _settled(loaded, in_place_bytes)
+
+
+def _load_until_settled(
+    model_class: Any, config: Any, checkpoint: Mapping[str, CheckpointTensor], arguments: Mapping[str, Any]
+) -> _Loaded:
+    """Load until every stand-in in the model is one that nothing else was done with.
+
+    A parameter is its tensor of the checkpoint only then: a view of the values may have been written to. Of
+    other tensors the next pass gets the values from the start.
+    """
+    given: set[str] = set()
+    while True:
+        loaded = _load(model_class, config, checkpoint, given, arguments)
+        written = loaded.watch.used & {stand_in.source.name for _, stand_in in _stand_ins(loaded.model)}
+        if not written:
+            return loaded
+        logger.debug("loaded again, with the values of %s", sorted(written))
+        given |= written
+        del loaded
 
 
 def _transformers() -> Any:
@@ -145,18 +156,39 @@ def _refuse_arguments(kwargs: Mapping[str, Any]) -> None:
         raise ConfigError(f"from_pretrained: use_safetensors=False excludes weights in place: {_OTHER_FILES}")
 
 
-def _refuse_process(transformers: Any) -> None:
+def _refuse_process() -> None:
     if torch.get_default_device().type != "cpu":
         raise ConfigError(
             f"from_pretrained: torch's default device is {torch.get_default_device()}; the model is built on "
             f"the CPU: call it outside of torch.device(...) and before torch.set_default_device"
         )
-    if transformers.integrations.is_deepspeed_zero3_enabled():
-        raise ConfigError(
-            "from_pretrained: Transformers would partition the model while it loads, because an "
-            "HfDeepSpeedConfig of ZeRO stage 3 is alive (TrainingArguments holds one): load the model before "
-            "that is made"
-        )
+
+
+@contextlib.contextmanager
+def _no_partitioning(transformers: Any) -> Iterator[None]:
+    """Keep Transformers from partitioning what it loads, as it does while an HfDeepSpeedConfig is alive.
+
+    TrainingArguments holds one, and usually is made before the model.
+
+    Raises:
+        ConfigError: there is one, and this version of Transformers keeps it where it cannot be found.
+    """
+    module = transformers.integrations.deepspeed
+    reference = getattr(module, "_hf_deepspeed_config_weak_ref", None)
+    alive = reference() if reference is not None else None
+    if alive is not None:
+        module.unset_hf_deepspeed_config()
+    try:
+        if module.is_deepspeed_zero3_enabled():
+            raise ConfigError(
+                "from_pretrained: Transformers would partition the model while it loads, because an "
+                "HfDeepSpeedConfig of ZeRO stage 3 is alive (TrainingArguments holds one): load the model "
+                "before that is made"
+            )
+        yield
+    finally:
+        if alive is not None:
+            module.set_hf_deepspeed_config(alive)
 
 
 def _refuse_folder(folder: Path) -> None:

@@ -44,6 +44,7 @@ class Pipeline:
         self._undefined = set(range(layers))
         self._tensors: list[list[tuple[int, Source]]] = [[] for _ in range(layers)]  # offset in the block
         self._sizes = [0] * layers
+        self._staged = [0] * layers
         self._plans: dict[tuple[int, ...], tuple[PlannedUse, ...]] = {}
         self._plan: tuple[PlannedUse, ...] | None = None
         self._staying: set[int] = set()
@@ -61,6 +62,11 @@ class Pipeline:
     def sizes(self) -> tuple[int, ...]:
         """Bytes in memory by layer, whole pages; 0 for what need not be read."""
         return tuple(self._sizes)
+
+    @property
+    def read_sizes(self) -> tuple[int, ...]:
+        """Bytes in memory by layer while it is read: with what is converted, before and after."""
+        return tuple(map(sum, zip(self._sizes, self._staged, strict=True)))
 
     @property
     def records(self) -> int:
@@ -143,12 +149,14 @@ class Pipeline:
         for layer in self._undefined:
             sources = self._sources(layer)
             self._tensors[layer] = []
-            size = 0
+            size, staged = 0, 0
             if sources:
-                size, offsets = self._executor.define(layer, [source.for_executor() for source in sources])
+                size, staged, offsets = self._executor.define(
+                    layer, [source.for_executor() for source in sources]
+                )
                 self._tensors[layer] = list(zip(offsets, sources, strict=True))
-            if size != self._sizes[layer]:
-                self._sizes[layer] = size
+            if (size, staged) != (self._sizes[layer], self._staged[layer]):
+                self._sizes[layer], self._staged[layer] = size, staged
                 self._plans.clear()
                 self._plan = None
         self._undefined.clear()
@@ -161,7 +169,7 @@ class Pipeline:
             plan = self._plans.get(order)
             if plan is None:
                 known = {known: self._plans[known] for known in self._orders.known if known in self._plans}
-                plan = plan_transfers(order, self._sizes, self._budget)
+                plan = plan_transfers(order, self._sizes, self._budget, self.read_sizes)
                 self._plans = {**known, order: plan}
         if plan is not self._plan:
             self._plan = plan

@@ -28,8 +28,12 @@ class PlannedUse:
     """The other layers that are kept meanwhile."""
 
 
-def plan_transfers(order: Sequence[int], sizes: Sequence[int], budget: int) -> tuple[PlannedUse, ...]:
+def plan_transfers(
+    order: Sequence[int], sizes: Sequence[int], budget: int, read_sizes: Sequence[int] | None = None
+) -> tuple[PlannedUse, ...]:
     """Plan an order that repeats; ``sizes`` are bytes by layer, 0 for one that need not be read.
+
+    ``read_sizes`` are the bytes that a layer takes while it is read, if these are more.
 
     Beside the layer in use and the next one that must be read, what is kept and what is on its way take
     at most ``budget`` bytes at any time.
@@ -40,7 +44,7 @@ def plan_transfers(order: Sequence[int], sizes: Sequence[int], budget: int) -> t
     reads = _reads(order, sizes, kept)
     staying = list(_staying(order, kept))
     room = [budget - sum(sizes[layer] for layer in others) for others in staying]
-    reach = _reaches(order, sizes, reads, room)
+    reach = _reaches(order, read_sizes or sizes, reads, room)
     return tuple(PlannedUse(*use) for use in zip(order, reads, kept, reach, staying, strict=True))
 
 

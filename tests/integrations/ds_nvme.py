@@ -26,12 +26,13 @@ def shape_for_disk(**changes: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
 
 
-def lora_on(model: Any, **changes: Any) -> Any:
+def lora_on(model: Any, *, fp32_adapters: bool = True, **changes: Any) -> Any:
+    """Adapt a model; DeepSpeed leaves fp32 adapters as they are where the base is partitioned already."""
     import peft
 
     torch.manual_seed(1)
     options = {"r": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **changes}
-    return peft.get_peft_model(model, peft.LoraConfig(**options))
+    return peft.get_peft_model(model, peft.LoraConfig(**options), autocast_adapter_dtype=fp32_adapters)
 
 
 def batches(count: int, rank: int = 0) -> list[Tensor]:

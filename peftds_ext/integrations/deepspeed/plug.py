@@ -18,7 +18,7 @@ from peftds_ext.integrations.deepspeed.conflicts import check_conflicts
 from peftds_ext.integrations.deepspeed.offload import offloads_optimizer, offloads_parameters_to_nvme
 from peftds_ext.integrations.deepspeed.section import load_config, read_section
 from peftds_ext.integrations.deepspeed.stage3_nvme import note_loads
-from peftds_ext.integrations.deepspeed.swapper_seam import SwapperSeam, check_nvme_path
+from peftds_ext.integrations.deepspeed.swapper_seam import SwapperSeam, check_nvme_path, check_source
 from peftds_ext.integrations.deepspeed.switch import engine_enabled
 from peftds_ext.integrations.deepspeed.versions import check_deepspeed
 
@@ -143,6 +143,7 @@ def _initialize(
         return installation.initialize_stock(*args, **kwargs)
 
     check_nvme_path(raw)
+    check_source(raw, given.get("model"))
     with engine_enabled(), _stage3_bound():
         client = given.get("optimizer")
         if client is not None:

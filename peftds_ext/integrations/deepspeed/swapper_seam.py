@@ -11,8 +11,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
+from peftds_ext.config import SECTION
 from peftds_ext.errors import ConfigError
 from peftds_ext.integrations.deepspeed.offload import NVME_PATH, nvme_path, offloads_parameters_to_nvme
+from peftds_ext.integrations.deepspeed.section import read_section
 from peftds_ext.integrations.deepspeed.switch import wants_engine
 
 
@@ -44,6 +48,21 @@ def check_nvme_path(raw: Mapping[str, Any]) -> None:
         raise ConfigError(
             f'{NVME_PATH}: missing. "device" is "nvme", so give a folder on the disk that parameters are to '
             'be on, such as "/local_nvme"'
+        )
+
+
+def check_source(raw: Mapping[str, Any], model: Any) -> None:
+    """Refuse a model that is not in place where the configuration says that it is.
+
+    Raises:
+        ConfigError: it was not made by ``peftds_ext.from_pretrained``.
+    """
+    if read_section(raw).params.source != "checkpoint" or not isinstance(model, nn.Module):
+        return
+    if not any(hasattr(module, "peftds_placement") for module in model.modules()):
+        raise ConfigError(
+            f'{SECTION}.params.source: "checkpoint" needs a model that peftds_ext.from_pretrained(...) made; '
+            "make it so, or leave the key out"
         )
 
 

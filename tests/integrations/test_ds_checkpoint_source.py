@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models in place from their checkpoint train as those that are in memory, and nothing is written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ds_models import masters
+from ds_nvme import batches, lora_on, shape_for_disk, swapper_of, train_step
+from ds_runner import Runner
+from ds_worker import Run
+
+STEPS = 5
+
+
+def saved(folder: Path, dtype: str = "bf16", shard: str = "1GB", **model: Any) -> Path:
+    """Write a checkpoint of a small Llama, and return its folder."""
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    shape_for_disk(**model).to(kind).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def configured(run: Run, source: str, budget: int, **zero: Any) -> dict[str, Any]:
+    place = {"device": "nvme", "nvme_path": str(run.tmp.parent / f"disk{run.rank}")}
+    config = run.config(
+        zero={"offload_param": place if source == "checkpoint" else {"device": "cpu"}, **zero}
+    )
+    if source == "checkpoint":
+        config["peftds_ext"]["params"] = {"source": "checkpoint", "host_bytes": budget}
+    return config
+
+
+def built(run: Run, source: str, checkpoint: Path, config: dict[str, Any]) -> Any:
+    import transformers
+
+    if source == "checkpoint":
+        import peftds_ext
+
+        return peftds_ext.from_pretrained(transformers.AutoModelForCausalLM, checkpoint, config=config)
+    from deepspeed import zero
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    zero.Init(module=model, config_dict_or_path=config)  # as Transformers does, under the Trainer
+    return model
+
+
+def train(
+    run: Run,
+    source: str,
+    budget: int = 0,
+    checkpointing: bool = False,
+    adapter: dict[str, Any] | None = None,
+    kind: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    checkpoint = saved(run.tmp / "model", **(kind or {}))
+    config = configured(run, source, budget)
+    base = built(run, source, checkpoint, config)
+    whole = lora_on(base, **(adapter or {}))
+    if checkpointing:
+        whole.enable_input_require_grads()
+        whole.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine = run.initialize(whole, config)
+    result: dict[str, Any] = {"files": sorted(path.name for path in run.tmp.parent.iterdir()), "copied": {}}
+    if source == "checkpoint":
+        result["copied"] = dict(base.peftds_placement.copied)
+        result["in_place"] = len(base.peftds_placement.in_place)
+        result["written"] = swapper_of(engine).written_bytes
+    result["losses"] = [train_step(engine, batch) for batch in batches(STEPS, run.rank)]
+    result["masters"] = masters(engine)
+    if source == "checkpoint":
+        result["written after"] = swapper_of(engine).written_bytes
+        usage = swapper_of(engine).engine.arena.usage()
+        result["memory"] = usage.peak_live
+        pipeline = engine.optimizer.parameter_offload.param_coordinator._fetch.pipeline
+        result["read sizes"] = pipeline.read_sizes
+    return result
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one file": {},
+    "shards": {"kind": {"shard": "3MB"}},
+    "fp32 file, bf16 model": {"kind": {"dtype": "fp32"}},
+    "tied embeddings": {"kind": {"tie_word_embeddings": True}},
+    "gradient checkpointing": {"checkpointing": True, "kind": {"dtype": "fp32"}},
+    "bf16 adapters": {"adapter": {"fp32_adapters": False}},
+    "modules_to_save": {"adapter": {"modules_to_save": ["lm_head"], "fp32_adapters": False}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_of_a_model_in_memory(runner: Runner, case: str) -> None:
+    in_memory = runner.one(train, source="memory", **CASES[case]).result
+    for budget in (0, 4 << 20):
+        streamed = runner.one(train, source="checkpoint", budget=budget, **CASES[case]).result
+        assert streamed["losses"] == in_memory["losses"], budget
+        assert all(torch.equal(streamed["masters"][n], m) for n, m in in_memory["masters"].items())
+        assert streamed["in_place"] > 0
+        assert not streamed["copied"]
+        if case != "modules_to_save":  # where a trainable copy of 2 MiB goes to the disk
+            assert streamed["written"] == streamed["written after"] == 0
+            assert not any(name.startswith("disk") for name in streamed["files"])
+        pages = 1 << 16  # round what does not begin at a page
+        assert streamed["memory"] <= budget + 2 * max(streamed["read sizes"]) + pages
+
+
+def test_two_ranks_read_their_parts(runner: Runner) -> None:
+    kind = {"intermediate_size": 2051, "vocab_size": 4096, "dtype": "fp32"}
+    (in_memory,) = runner.run(train, "ours", world=2, source="memory", kind=kind)
+    (streamed,) = runner.run(train, "ours", world=2, source="checkpoint", kind=kind)
+    for ours, theirs in zip(streamed, in_memory, strict=True):
+        assert ours.result["losses"] == theirs.result["losses"]
+        assert all(torch.equal(ours.result["masters"][n], m) for n, m in theirs.result["masters"].items())
+        assert ours.result["in_place"] > 0
+        assert ours.result["written after"] == 0
+
+
+def changes_of_weights(run: Run, source: str) -> dict[str, Any]:
+    """Overwrite a frozen weight, save and load a checkpoint, merge the adapter, generate."""
+    import deepspeed
+
+    checkpoint = saved(run.tmp / "model")
+    before = (checkpoint / "model.safetensors").read_bytes()
+    config = configured(run, source, 0)
+    engine = run.initialize(lora_on(built(run, source, checkpoint, config)), config)
+    losses = [train_step(engine, batch) for batch in batches(2)]
+    weight = engine.module.base_model.model.lm_head.weight
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        weight.data.mul_(0.5)
+    losses += [train_step(engine, batch) for batch in batches(2)]
+    engine.save_checkpoint(str(run.tmp / "saved"))
+    losses += [train_step(engine, batch) for batch in batches(2)]
+    engine.load_checkpoint(str(run.tmp / "saved"))
+    losses += [train_step(engine, batch) for batch in batches(2)]
+    engine.eval()
+    with torch.no_grad():
+        generated = engine.module.generate(input_ids=batches(1)[0][:, :4], max_new_tokens=4, do_sample=False)
+    written = swapper_of(engine).written_bytes if source == "checkpoint" else 0
+    unchanged = (checkpoint / "model.safetensors").read_bytes() == before
+    return {"losses": losses, "generated": generated.tolist(), "written": written, "unchanged": unchanged}
+
+
+def test_a_weight_that_changes_is_written_once_and_the_file_never(runner: Runner) -> None:
+    in_memory = runner.one(changes_of_weights, source="memory").result
+    streamed = runner.one(changes_of_weights, source="checkpoint").result
+    assert streamed["losses"] == in_memory["losses"]
+    assert streamed["generated"] == in_memory["generated"]
+    assert streamed["written"] == 2 * 512 * 2048  # the head alone
+    assert streamed["unchanged"]
+
+
+def damaged_in_the_run(run: Run, how: str) -> str:
+    checkpoint = saved(run.tmp / "model")
+    config = configured(run, "checkpoint", 0)
+    engine = run.initialize(lora_on(built(run, "checkpoint", checkpoint, config)), config)
+    train_step(engine, batches(1)[0])
+    path = checkpoint / "model.safetensors"
+    if how == "cut":
+        os.truncate(path, path.stat().st_size // 2)
+    elif how == "written":
+        with path.open("r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(b"12345678")
+    else:
+        path.rename(path.with_suffix(".old"))
+        path.write_bytes(b"another")
+    try:
+        train_step(engine, batches(1)[0])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize(("how", "expected"), [("cut", "CorruptDataError"), ("written", "CorruptDataError")])
+def test_a_file_that_changes_in_the_run_is_an_error(runner: Runner, how: str, expected: str) -> None:
+    said = runner.one(damaged_in_the_run, how=how).result
+    assert said.startswith(f"{expected}: ")
+    assert "model.safetensors" in said
+
+
+def test_a_file_that_is_replaced_stays_the_one_that_was_opened(runner: Runner) -> None:
+    assert runner.one(damaged_in_the_run, how="replaced").result == "trained"
+
+
+def refused(run: Run, change: str) -> str:
+    import transformers
+
+    import peftds_ext
+
+    checkpoint = saved(run.tmp / "model")
+    config = configured(run, "checkpoint", 0)
+    offload = config["zero_optimization"]["offload_param"]
+    if change == "off":
+        config["peftds_ext"]["enabled"] = False
+    elif change == "store":
+        config["peftds_ext"]["params"]["source"] = "store"
+    elif change == "cpu":
+        config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    elif change == "no path":
+        del offload["nvme_path"]
+    elif change == "cut":
+        path = checkpoint / "model.safetensors"
+        os.truncate(path, path.stat().st_size - 1000)
+    try:
+        if change == "not in place":
+            run.initialize(lora_on(shape_for_disk()), config)
+        else:
+            peftds_ext.from_pretrained(transformers.AutoModelForCausalLM, checkpoint, config=config)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "built"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "named"),
+    [
+        ("off", "ConfigError", "peftds_ext.enabled"),
+        ("store", "ConfigError", "peftds_ext.params.source"),
+        ("cpu", "ConfigError", "offload_param.device"),
+        ("no path", "ConfigError", "nvme_path"),
+        ("not in place", "ConfigError", "peftds_ext.from_pretrained"),
+        ("cut", "CheckpointError", "model.safetensors"),
+    ],
+)
+def test_what_excludes_weights_in_place_is_said(runner: Runner, change: str, error: str, named: str) -> None:
+    said = runner.one(refused, change=change).result
+    assert said.startswith(f"{error}: ")
+    assert named in said
