@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 from peftds_ext.errors import NativeLoadError
 
 if TYPE_CHECKING:
-    from peftds_ext.integrations.deepspeed import from_pretrained, initialize, install, uninstall
+    from peftds_ext.integrations.deepspeed import from_pretrained, initialize, install, stats, uninstall
     from peftds_ext.optim.adamw import FusedAdamW
 
 __version__ = "0.1.0"
-__all__ = ["FusedAdamW", "__version__", "from_pretrained", "initialize", "install", "uninstall"]
+__all__ = ["FusedAdamW", "__version__", "from_pretrained", "initialize", "install", "stats", "uninstall"]
 
 _LAZY = {
     "FusedAdamW": "peftds_ext.optim.adamw",
     "from_pretrained": "peftds_ext.integrations.deepspeed",
     "initialize": "peftds_ext.integrations.deepspeed",
     "install": "peftds_ext.integrations.deepspeed",
+    "stats": "peftds_ext.integrations.deepspeed",
     "uninstall": "peftds_ext.integrations.deepspeed",
 }
 

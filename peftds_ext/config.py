@@ -77,6 +77,9 @@ class PeftdsConfig(BaseModel):
     io: IoConfig = IoConfig()
     """The storage engine."""
 
+    trace: str | None = Field(default=None, min_length=1)
+    """A file for a trace of uses and transfers, which Chrome and Perfetto read."""
+
 
 def parse_section(section: object) -> PeftdsConfig:
     """Validate the value found under the key ``"peftds_ext"``; the value is not changed.

@@ -289,11 +289,13 @@ void Executor::run() {
 void Executor::complete(Load& load, bool background) {
   std::exception_ptr failure;
   int64_t arrived = 0;
+  int64_t begun = 0;
   try {
     load.ticket->wait();
     arrived = nanoseconds(load.ticket->finished_at());
     for (const Source& source : load.definition->sources)
       if (source.read_only) source.file->check_unchanged();
+    begun = now();
     decode(load, background ? 1 : threads_);
   } catch (...) {
     failure = std::current_exception();
@@ -308,7 +310,7 @@ void Executor::complete(Load& load, bool background) {
     counts_.bytes += bytes;
     note({Event::Kind::kRead, load.layer, bytes, false, load.started, arrived});
     if (load.definition->layout.staged > 0)
-      note({Event::Kind::kDecode, load.layer, load.definition->layout.bytes, background, arrived, decoded});
+      note({Event::Kind::kDecode, load.layer, load.definition->layout.bytes, background, begun, decoded});
   }
   changed_.notify_all();
 }

@@ -14,15 +14,17 @@ from typing import Any
 import torch
 
 from peftds_ext.integrations.deepspeed.param_swapper import ParameterSwapper
+from peftds_ext.observe.stats import Stats
 from peftds_ext.store.records import Source
 from peftds_ext.stream.layers import Layer
 from peftds_ext.stream.pipeline import Pipeline
+from peftds_ext.stream.recorder import Recorder
 
 
 class LayerFetch:
     """What is gathered of each layer, what stays in memory, and what is on its way from the disk."""
 
-    def __init__(self, layers: Sequence[Layer], budget: int) -> None:
+    def __init__(self, layers: Sequence[Layer], budget: int, recorder: Recorder) -> None:
         """Take over the layers' parameters, which belong to DeepSpeed.
 
         ``budget`` is how many bytes of partitions that are on the disk may be in memory beside those of the
@@ -34,6 +36,7 @@ class LayerFetch:
         self._layers: list[tuple[Any, ...]] = [layer.parameters for layer in layers]
         self._one_rank = all(map(_is_whole_on_the_host, _each(self._layers)))
         self._budget = budget
+        self._recorder = recorder
 
     @functools.cached_property
     def _swapped(self) -> list[tuple[Any, ...]]:
@@ -43,7 +46,7 @@ class LayerFetch:
     @functools.cached_property
     def pipeline(self) -> Pipeline | None:
         """What reads layers from the disk; None where nothing lies there."""
-        swappers = list(dict.fromkeys(p.nvme_swapper for p in _each(self._swapped)))
+        swappers = self._swappers()
         if not swappers:
             return None
         pipeline = Pipeline(swappers[0].engine, self._sources, len(self._layers), self._budget)
@@ -60,6 +63,9 @@ class LayerFetch:
             swapper.when_changed = changed
         return pipeline
 
+    def _swappers(self) -> list[ParameterSwapper]:
+        return list(dict.fromkeys(p.nvme_swapper for p in _each(self._swapped)))
+
     def _sources(self, layer: int) -> list[Source]:
         return [parameter.nvme_swapper.source(parameter) for parameter in self._swapped[layer]]
 
@@ -72,7 +78,7 @@ class LayerFetch:
         """Tell whether a layer is the one that this pass began with, so that another pass begins here."""
         return self.pipeline is not None and self.pipeline.begins_again(layer)
 
-    def use(self, layer: int) -> None:
+    def use(self, layer: int, *, backward: bool) -> None:
         """Make a layer's parameters available, and start reading those of the next ones.
 
         Raises:
@@ -83,6 +89,7 @@ class LayerFetch:
         self._gather([p for p in self._layers[layer] if p.ds_status is self._absent])
         for parameter in self._layers[layer]:
             parameter.ds_active_sub_modules.add((id(self), layer))
+        self._recorder.begin(layer, "backward" if backward else "forward")
 
     def _bring(self, pipeline: Pipeline, layer: int) -> None:
         swapped = self._swapped[layer]
@@ -96,6 +103,7 @@ class LayerFetch:
 
     def release(self, layer: int) -> None:
         """A use has ended: what no other layer uses is let go, on the disk's side as the plan says."""
+        self._recorder.end(layer)
         going = self.pipeline.leave(layer) if self.pipeline is not None else []
         kept = layer not in going
         idle = self._deactivate(layer)
@@ -122,8 +130,31 @@ class LayerFetch:
         self._let_go([p for p in parameters if id(p) in staying], stay=True)
         self._let_go([p for p in parameters if id(p) not in staying], stay=False)
 
+    def end_step(self, optimizer_began: int) -> None:
+        """A step has ended, whose optimizer's part began at a time of the monotonic clock."""
+        self._recorder.end_step(
+            self.pipeline.executor if self.pipeline is not None else None, optimizer_began
+        )
+
+    def stats(self, entries: int) -> Stats:
+        """Return the record of the run; ``entries`` are the calls from the model so far."""
+        in_memory = {id(p): p.ds_tensor.nbytes for p in _each(self._layers) if not _is_swapped(p)}
+        held = sum(in_memory.values())
+        arenas = {swapper.engine.arena for swapper in self._swappers()}
+        usages = [arena.usage() for arena in arenas]
+        return Stats(
+            last_step=self._recorder.last,
+            run=self._recorder.run,
+            steps=self._recorder.steps,
+            host_bytes_held=held + sum(usage.live for usage in usages),
+            host_bytes_peak=held + sum(usage.peak_live for usage in usages),
+            pinned_bytes=0,
+            python_entries=entries,
+        )
+
     def close(self) -> None:
-        """End the reading ahead. Idempotent."""
+        """End the reading ahead and the trace. Idempotent."""
+        self._recorder.close()
         if self.__dict__.get("pipeline") is not None:
             self.__dict__["pipeline"].close()
 

@@ -25,7 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from peftds_ext.integrations.deepspeed.layer_fetch import LayerFetch
+from peftds_ext.observe.stats import Stats
+from peftds_ext.observe.trace import TraceWriter
 from peftds_ext.stream.layers import Layer, find_layers
+from peftds_ext.stream.recorder import Recorder
 
 
 class LayerCoordinator:
@@ -56,7 +59,7 @@ class LayerCoordinator:
         if not self._in_forward and self._fetch.begins_again(layer):
             self._fetch.begin_pass()  # generate() calls an inner model, whose forward DeepSpeed does not see
         self._in_forward.append(layer)
-        self._fetch.use(layer)
+        self._fetch.use(layer, backward=False)
 
     @torch.no_grad()
     def leave_forward(self, layer: int) -> None:
@@ -80,7 +83,7 @@ class LayerCoordinator:
                 self._fetch.release(other)
         if layer not in self._in_backward:
             self._in_backward.append(layer)
-        self._fetch.use(layer)
+        self._fetch.use(layer, backward=True)
 
     # -- from DeepSpeed ---------------------------------------------------------------------------------
 
@@ -103,6 +106,16 @@ class LayerCoordinator:
         self._in_forward.clear()
         self._fetch.release_all(module.parameters())
 
+    # -- from the optimizer and from users ------------------------------------------------------------
+
+    def end_step(self, optimizer_began: int) -> None:
+        """A step has ended, whose optimizer's part began at a time of the monotonic clock."""
+        self._fetch.end_step(optimizer_began)
+
+    def stats(self) -> Stats:
+        """Return the record of the run."""
+        return self._fetch.stats(self.entries)
+
     def close(self) -> None:
         """End what reads ahead."""
         self._fetch.close()
@@ -121,10 +134,13 @@ def layer_offload_class(stock: Any) -> type:
 
         peftds_budget = 0
         """Bytes of partitions that may stay in memory between their uses; set before construction."""
+        peftds_trace: TraceWriter | None = None
+        """Where uses and transfers are traced; set before construction."""
 
         def setup_zero_stage3_hooks(self) -> None:
             self.peftds_layers = find_layers(self.module)
-            fetch = LayerFetch(self.peftds_layers, self.peftds_budget)
+            recorder = Recorder([layer.name for layer in self.peftds_layers], self.peftds_trace)
+            fetch = LayerFetch(self.peftds_layers, self.peftds_budget, recorder)
             self.param_coordinator = LayerCoordinator(self.peftds_layers, fetch)
             super().setup_zero_stage3_hooks()
 

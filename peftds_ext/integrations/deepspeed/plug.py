@@ -166,6 +166,8 @@ def _tell(engine: Any, raw: Mapping[str, Any]) -> None:
         else:
             parts.append("parameters on NVMe")
             note_loads(engine)
+    if read_section(raw).trace is not None and not hasattr(engine.optimizer, "parameter_offload"):
+        logger.warning("peftds_ext.trace: nothing is traced, since parameters are not offloaded under ZeRO-3")
     if parts:
         logger.info("engine on: ZeRO stage %s, %s", engine.zero_optimization_stage(), ", ".join(parts))
     else:

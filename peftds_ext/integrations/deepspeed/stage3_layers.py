@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from peftds_ext.config import ParamsConfig
-from peftds_ext.integrations.deepspeed.layer_offload import layer_offload_class
+from peftds_ext.integrations.deepspeed.layer_offload import LayerCoordinator, layer_offload_class
 from peftds_ext.integrations.deepspeed.offload import memory_budget, offloads_parameters
 from peftds_ext.integrations.deepspeed.section import read_section
+from peftds_ext.observe.stats import Stats
+from peftds_ext.observe.trace import TraceWriter
 
 if TYPE_CHECKING:
     from peftds_ext.integrations.deepspeed._stage3_seam import Stage3Seam
@@ -31,15 +36,41 @@ class LayerHooks(Stage3Seam):
         reason = _why_not(kwargs)
         if reason:
             logger.info("DeepSpeed's hooks fetch parameters module by module: %s", reason)
+            if isinstance(kwargs["ds_config"], dict) and read_section(kwargs["ds_config"]).trace is not None:
+                logger.warning("peftds_ext.trace: nothing is traced, since %s", reason)
             return super().initialize_ds_offload(*args, **kwargs)
         stock = stage3.DeepSpeedZeRoOffload
         ours = layer_offload_class(stock)
-        budget = _budget(kwargs)
-        stage3.DeepSpeedZeRoOffload = type("LayerOffload", (ours,), {"peftds_budget": budget})
+        settings = {"peftds_budget": _budget(kwargs), "peftds_trace": _trace(kwargs)}
+        stage3.DeepSpeedZeRoOffload = type("LayerOffload", (ours,), settings)
         try:
             return super().initialize_ds_offload(*args, **kwargs)
         finally:
             stage3.DeepSpeedZeRoOffload = stock
+
+    def step(self, closure: Any = None) -> None:
+        """Note when the step ends."""
+        began = time.monotonic_ns()
+        super().step(closure)
+        coordinator = getattr(self.parameter_offload, "param_coordinator", None)
+        if isinstance(coordinator, LayerCoordinator):
+            coordinator.end_step(began)
+
+
+def stats(engine: Any) -> Stats:
+    """Return what streaming did in the last step of a DeepSpeed engine, and in all of them together.
+
+    Raises:
+        ValueError: no layers are streamed; the message says why, or where to look.
+    """
+    offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)
+    coordinator = getattr(offload, "param_coordinator", None)
+    if not isinstance(coordinator, LayerCoordinator):
+        raise ValueError(
+            "this engine streams no layers: its parameters are not offloaded under ZeRO-3, or DeepSpeed's "
+            "own hooks fetch them; the log of peftds_ext says why (level INFO)"
+        )
+    return coordinator.stats()
 
 
 def _why_not(arguments: dict[str, Any]) -> str:
@@ -59,6 +90,18 @@ def _why_not(arguments: dict[str, Any]) -> str:
     if arguments["zero_module_granularity_threshold"] > 0 or any(map(z3_leaf_module, module.modules())):
         return "leaf modules are set"
     return ""
+
+
+def _trace(arguments: dict[str, Any]) -> TraceWriter | None:
+    """Make the file of the trace that the section asks for; at the latest it ends with the process."""
+    from deepspeed import comm
+
+    path = read_section(arguments["ds_config"]).trace
+    if path is None:
+        return None
+    writer = TraceWriter(Path(path), rank=comm.get_rank(), world_size=comm.get_world_size())
+    atexit.register(writer.close)
+    return writer
 
 
 def _budget(arguments: dict[str, Any]) -> int:

@@ -23,6 +23,7 @@ SUPPORTED: Final = ">=0.19.8,<0.20"
 
 _INSTALL: Final = f"pip install 'deepspeed{SUPPORTED}'"
 _STAGE3: Final = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_INIT: Final = "deepspeed.runtime.zero.partition_parameters:Init"
 _SWAPPER: Final = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
 _OFFLOAD: Final = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
 _CPU_ADAM: Final = "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam"
@@ -105,9 +106,13 @@ _SIGNATURES_0_19: Final[Mapping[str, Expected]] = {
     f"{_STAGE3}.set_local_grad_for_param": _exactly("self", "value", "param"),
     f"{_STAGE3}.update_fp32_grad_for_param_vectorized": _exactly("self", "update_func", "param_list"),
     # parameters on NVMe: who makes the swapper, what is called on it, checkpoints
-    "deepspeed.runtime.zero.partition_parameters:Init._validate_remote_device": _exactly(
-        "self", "remote_device", "ds_config"
-    ),
+    f"{_INIT}._validate_remote_device": _exactly("self", "remote_device", "ds_config"),
+    f"{_INIT}.__init__": Expected(("self", "module"), keywords=("config_dict_or_path",)),
+    f"{_INIT}._convert_to_zero_parameters": _exactly("self", "param_list"),
+    f"{_INIT}._convert_to_deepspeed_param": _exactly("self", "param"),
+    f"{_INIT}._aligned_size": _exactly("self", "param"),
+    f"{_INIT}._partition_world_size": _exactly("self", "param"),
+    f"{_INIT}._partition_rank": _exactly("self", "param"),
     f"{_SWAPPER}.__init__": _exactly("self", "ds_config", "model_dtype"),
     f"{_SWAPPER}.swappable_tensor": _exactly("self", "param", "numel"),
     f"{_SWAPPER}.get_buffer": _exactly("self", "param", "numel"),
