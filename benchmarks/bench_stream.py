@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from baselines.fio import Fio
 from engine_process import EngineProcess
 from interleave import Comparison, Contender, Measure, NotMeasured, race
 from replay import recorded_clock
 from report import Report
+from storage import BLOCK, Storage
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -22,6 +26,7 @@ WORKER = Path(__file__).with_name("stream_worker.py")
 LOSS_TOLERANCE = 1e-3
 """Losses of two contenders after the same steps, relative; DeepSpeed's hooks change the order of sums."""
 
+IN_PLACE = "ours_checkpoint"
 RESIDENT = Measure("resident (ZeRO-2)", "resident", ("step",))
 STOCK_HOST = Measure("stock, base in host memory", "stock_host", ("step",))
 STOCK_DISK = Measure("stock, base on the disk, stage3_max_reuse_distance 0", "stock_disk", ("step",))
@@ -30,15 +35,28 @@ OURS_DISK = {
     share: Measure(f"ours, base on the disk, {share} % of it may stay", f"ours_disk_{share}", ("step",))
     for share in (0, 25, 50, 100)
 }
-READ = Measure("the base read once by the storage engine", "read", ("read",), 1)
+OURS_CHECKPOINT = {
+    share: Measure(
+        f"ours, in place from the checkpoint, {share} % of it may stay", f"{IN_PLACE}_{share}", ("step",)
+    )
+    for share in (0, 50)
+}
+READ = Measure("the base read once by fio", "fio", ("transfer",), 1)
 
-MEASURES = (RESIDENT, STOCK_HOST, STOCK_DISK, OURS_HOST, *OURS_DISK.values(), READ)
+MEASURES = (RESIDENT, STOCK_HOST, STOCK_DISK, OURS_HOST, *OURS_DISK.values(), *OURS_CHECKPOINT.values(), READ)
 COMPARISONS = (
     Comparison("base in host memory, of the resident step", OURS_HOST, (RESIDENT,), target=1 / 1.05),
     Comparison("base in host memory, by stock", OURS_HOST, (STOCK_HOST,), target=None),
     Comparison("base on the disk, by stock", OURS_DISK[0], (STOCK_DISK,), target=2.0),
     Comparison("base on the disk, of the resident step", OURS_DISK[0], (RESIDENT,), target=None),
     Comparison("half of the base may stay, of the resident step", OURS_DISK[50], (RESIDENT,), target=1 / 1.1),
+    Comparison("in place from the checkpoint, by stock", OURS_CHECKPOINT[0], (STOCK_DISK,), target=2.0),
+    Comparison(
+        "in place, half of it may stay, of the resident step",
+        OURS_CHECKPOINT[50],
+        (RESIDENT,),
+        target=1 / 1.1,
+    ),
 )
 
 
@@ -50,7 +68,7 @@ def swapped_bytes(shape: dict[str, int]) -> int:
 
 
 def configs(shape: dict[str, int], folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the kind and the configuration of each worker."""
+    """Return the kind and the configuration of each worker; its name says whether it is in place."""
 
     def config(stage: int, device: str, name: str, **zero: Any) -> dict[str, Any]:
         place = {"device": device} | ({"nvme_path": str(folder / name)} if device == "nvme" else {})
@@ -63,7 +81,7 @@ def configs(shape: dict[str, int], folder: Path) -> dict[str, tuple[str, dict[st
             "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}, **offload, **zero},
         }
 
-    def ours(settings: dict[str, Any], **params: int) -> dict[str, Any]:
+    def ours(settings: dict[str, Any], **params: int | str) -> dict[str, Any]:
         settings["optimizer"]["params"].pop("torch_adam")
         return {**settings, "peftds_ext": {"enabled": True, "params": params}}
 
@@ -79,6 +97,17 @@ def configs(shape: dict[str, int], folder: Path) -> dict[str, tuple[str, dict[st
                 ours(config(3, "nvme", f"ours_disk_{share}"), host_bytes=base * share // 100),
             )
             for share in OURS_DISK
+        },
+        **{
+            f"{IN_PLACE}_{share}": (
+                "ours",
+                ours(
+                    config(3, "nvme", f"{IN_PLACE}_{share}"),
+                    source="checkpoint",
+                    host_bytes=base * share // 100,
+                ),
+            )
+            for share in OURS_CHECKPOINT
         },
     }
 
@@ -97,42 +126,78 @@ def _same_work(workers: dict[str, EngineProcess]) -> Iterator[str]:
 
 
 def _limit(report: Report) -> Iterator[str]:
-    """Tell how near the step from the disk comes to what compute and disk allow."""
-    try:
-        resident, ours, read = (report.median(m) for m in (RESIDENT, OURS_DISK[0], READ))
-    except NotMeasured as reason:
-        yield f"limit: not measured: {reason}"
-        return
-    limit = max(resident, 2 * read)
-    yield (
-        f"limit of a step from the disk, the slower of the resident step and of reading the base twice: "
-        f"{limit * 1e3:.1f} ms; ours with nothing kept takes {ours / limit:.2f} of it"
+    """Tell how near steps from the disk come to what compute and disk allow."""
+    for measure in (OURS_DISK[0], OURS_CHECKPOINT[0]):
+        try:
+            resident, ours, read = (report.median(m) for m in (RESIDENT, measure, READ))
+        except NotMeasured as reason:
+            yield f"limit: not measured: {reason}"
+            return
+        limit = max(resident, 2 * read)
+        yield (
+            f"limit of a step, the slower of the resident step and of reading the base twice with fio: "
+            f"{limit * 1e3:.1f} ms; {measure.label}: {ours / limit:.2f} of it (target 1.25)"
+        )
+
+
+def write_checkpoint(shape: dict[str, int], folder: Path) -> Path:
+    """Write the base in a process of its own, so that the memory goes back."""
+    code = (
+        "import json, sys; from stream_worker import Shape, build_base; "
+        "build_base(Shape(**json.loads(sys.argv[1]))).save_pretrained(sys.argv[2])"
     )
+    subprocess.run(
+        [sys.executable, "-c", code, json.dumps(shape), str(folder)], check=True, cwd=WORKER.parent
+    )
+    return folder
+
+
+def _workers(
+    shape: dict[str, int], folder: Path, stack: ExitStack, not_measured: dict[str, str]
+) -> dict[str, EngineProcess]:
+    checkpoint = write_checkpoint(shape, folder / "checkpoint")
+    workers = {}
+    for name, (kind, settings) in configs(shape, folder).items():
+        arguments = ["--kind", kind, "--shape", json.dumps(shape), "--config", json.dumps(settings)]
+        arguments += ["--checkpoint", str(checkpoint)] if name.startswith(IN_PLACE) else []
+        try:
+            worker = EngineProcess(name, arguments, folder, timeout_s=ANSWER_TIMEOUT_S, worker=WORKER)
+        except NotMeasured as reason:
+            not_measured[name] = str(reason)
+        else:
+            workers[name] = stack.enter_context(worker)
+    return workers
+
+
+def _fio(base: int, folder: Path, not_measured: dict[str, str]) -> list[Contender]:
+    size = -(-base // BLOCK) * BLOCK
+    try:
+        reader = Fio(Storage(folder, size, any_folder=False), "fio io_uring")
+    except NotMeasured as reason:
+        not_measured["fio"] = str(reason)
+        return []
+    return [Contender("fio", lambda: reader.transfer("read", size))]
 
 
 @pytest.fixture(scope="module")
 def report(
-    pytestconfig: pytest.Config, publish: Callable[[Report], Report], tmp_path_factory: pytest.TempPathFactory
+    pytestconfig: pytest.Config,
+    publish: Callable[[Report], Report],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Report:
     shape = {name: pytestconfig.getoption(name) for name in ("hidden", "layers", "vocabulary", "tokens")}
     rounds, warmup_rounds = pytestconfig.getoption("rounds"), pytestconfig.getoption("warmup_rounds")
     folder = tmp_path_factory.mktemp("stream")
-    workers: dict[str, EngineProcess] = {}
     not_measured: dict[str, str] = {}
     with ExitStack() as stack:
-        for name, (kind, settings) in configs(shape, folder).items():
-            arguments = ["--kind", kind, "--shape", json.dumps(shape), "--config", json.dumps(settings)]
-            try:
-                worker = EngineProcess(name, arguments, folder, timeout_s=ANSWER_TIMEOUT_S, worker=WORKER)
-            except NotMeasured as reason:
-                not_measured[name] = str(reason)
-            else:
-                workers[name] = stack.enter_context(worker)
+        workers = _workers(shape, folder, stack, not_measured)
         contenders = [Contender(name, worker.run) for name, worker in workers.items()]
-        contenders.append(Contender("read", lambda: workers["ours_disk_0"].run("read")))
+        contenders += _fio(swapped_bytes(shape), folder, not_measured)
         samples = race(contenders, rounds=rounds, warmup_rounds=warmup_rounds)
         samples.not_measured = not_measured
         notes = list(_same_work(workers))
+        for name in ("ours_disk_0", f"{IN_PLACE}_0"):
+            notes.append(f"{name}: " + workers[name].ask("stats").replace("\n", "; "))
     report = Report(
         f"LoRA step, {shape['layers']} layers of {shape['hidden']}, {shape['tokens']} tokens",
         swapped_bytes(shape),
@@ -140,7 +205,7 @@ def report(
         samples,
         MEASURES,
         COMPARISONS,
-        (READ,),
+        () if "fio" in not_measured else (READ,),
         notes,
     )
     report.notes += _limit(report)

@@ -82,6 +82,10 @@ class EngineProcess:
         path.unlink()
         return weight
 
+    def answer(self, command: str) -> dict[str, Any]:
+        """Return all that the worker answers to a command."""
+        return self._ask(command)
+
     def ask(self, command: str) -> Any:
         """Return what the worker answers to a command of its own, under the command's name."""
         return self._ask(command)[command]

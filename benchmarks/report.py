@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,8 +50,8 @@ class Report:
         return measure.bytes_per_element * self.elements / self.median(measure)
 
     def bandwidth(self) -> float:
-        """Return the highest measured rate of the memory in bytes per second."""
-        return max(rate for rate in map(self.rate, self.bandwidths) if rate is not None)
+        """Return the highest measured rate of the memory in bytes per second; NaN if it is not measured."""
+        return max((rate for rate in map(self.rate, self.bandwidths) if rate is not None), default=math.nan)
 
     def ratio(self, comparison: Comparison) -> Ratio:
         """Return the measured ratio; raises NotMeasured."""

@@ -31,9 +31,8 @@ class Shape:
     tokens: int
 
 
-def build_model(shape: Shape) -> Any:
-    """Return a bf16 Llama with LoRA on its attention's four projections; the same in every process."""
-    import peft
+def build_base(shape: Shape) -> Any:
+    """Return a bf16 Llama with random weights, the same in every process."""
     import transformers
 
     torch.manual_seed(0)
@@ -44,17 +43,36 @@ def build_model(shape: Shape) -> Any:
         num_attention_heads=max(1, shape.hidden // 64),
         num_key_value_heads=max(1, shape.hidden // 64),
         vocab_size=shape.vocabulary,
+        dtype=torch.bfloat16,
     )
-    base = transformers.LlamaForCausalLM(config).bfloat16()
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def adapted(base: Any) -> Any:
+    """Put LoRA on the attention's four projections; the same in every process."""
+    import peft
+
+    torch.manual_seed(1)
     lora = peft.LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     return peft.get_peft_model(base, lora, autocast_adapter_dtype=False)
+
+
+def base_in_place(checkpoint: str, config: dict[str, Any]) -> Any:
+    """Return the same Llama with its weights in the files of a checkpoint."""
+    import transformers
+
+    import peftds_ext
+
+    return peftds_ext.from_pretrained(transformers.AutoModelForCausalLM, checkpoint, config=config)
 
 
 class Training:
     """An engine, its batches and its losses."""
 
-    def __init__(self, shape: Shape, config: dict[str, Any], *, install: bool) -> None:
-        """Build the engine.
+    def __init__(
+        self, shape: Shape, config: dict[str, Any], *, install: bool, checkpoint: str | None
+    ) -> None:
+        """Build the engine; with ``checkpoint`` from a model in place.
 
         Raises:
             NotMeasured: DeepSpeed's own op is needed and can be neither loaded nor built.
@@ -70,8 +88,8 @@ class Training:
             # Collectives in shared memory, which stock compiles before anything else: one rank has none.
             importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
             if config["zero_optimization"]["offload_param"]["device"] == "nvme":
-                _needs_async_io()
-        model = build_model(shape)
+                needs_async_io()
+        model = adapted(base_in_place(checkpoint, config) if checkpoint else build_base(shape))
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
         check_whose(self.engine.optimizer, ours=install and self.engine.zero_optimization_stage() == 3)
@@ -90,16 +108,16 @@ class Training:
         self.losses.append(float(loss.detach()))
         return {"step": seconds}
 
-    def read_base(self) -> Phases:
-        """Read once all that lies in the swap file, as the storage engine does at its best."""
-        swapper = next(p.nvme_swapper for p in self.engine.module.parameters())
-        keys = [f"param{p.ds_id}" for p in self.engine.module.parameters() if swapper.has(p)]
-        start = time.perf_counter()
-        swapper._records.fetch_all(keys).wait()
-        return {"read": time.perf_counter() - start}
+    def stats(self) -> str:
+        """Return what our engine says of its steps."""
+        import peftds_ext
+        from peftds_ext.observe.report import report
+
+        return report(peftds_ext.stats(self.engine))
 
 
-def _needs_async_io() -> None:
+def needs_async_io() -> None:
+    """Raise NotMeasured unless stock can read from NVMe here."""
     builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
     try:
         builder.load(verbose=False)
@@ -110,17 +128,20 @@ def _needs_async_io() -> None:
 def _serve(options: argparse.Namespace, answer: Answer) -> None:
     messages = keep_messages()
     training = Training(
-        Shape(**json.loads(options.shape)), json.loads(options.config), install=options.kind == "ours"
+        Shape(**json.loads(options.shape)),
+        json.loads(options.config),
+        install=options.kind == "ours",
+        checkpoint=options.checkpoint,
     )
     answer({"ready": True})
     for line in sys.stdin:
         command = line.strip()
         if command == "round":
             answer({"phases": training.round()})
-        elif command == "read":
-            answer({"phases": training.read_base()})
         elif command == "losses":
             answer({"losses": training.losses})
+        elif command == "stats":
+            answer({"stats": training.stats()})
         elif command == "messages":
             answer({"messages": messages})
         else:
@@ -133,6 +154,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--shape", required=True, help="a Shape as JSON")
     parser.add_argument("--config", required=True, help="DeepSpeed configuration as JSON")
+    parser.add_argument("--checkpoint", help="folder of a checkpoint to read in place")
     options = parser.parse_args()
     serve_in_lines(lambda answer: _serve(options, answer))
 

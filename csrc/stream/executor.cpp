@@ -16,6 +16,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr int64_t kAlike = 64;  // sizes that differ by less than one part in so many
+
 int64_t nanoseconds(Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
@@ -176,14 +178,23 @@ void Executor::read_ahead(const std::vector<int>& layers) {
   }
 }
 
+/// The size of a layer's block: that of the largest layer which is hardly larger. Layers that are alike
+/// differ by where their tensors begin in a page, and memory is used again only by what has its size.
+int64_t Executor::block_size(const Definition& definition) const {
+  const int64_t least = std::max<int64_t>(definition.layout.bytes, 1);
+  int64_t size = least;
+  for (const auto& other : definitions_)
+    if (other && other->layout.bytes - least <= least / kAlike) size = std::max(size, other->layout.bytes);
+  return size;
+}
+
 Executor::LoadPointer Executor::start(int layer, bool demanded) {
   auto load = std::make_shared<Load>();
   load->definition = definitions_[static_cast<size_t>(layer)];
   load->layer = layer;
   load->demanded = demanded;
   const Definition& definition = *load->definition;
-  auto block =
-      std::make_shared<Arena::Buffer>(arena_.allocate(std::max<int64_t>(definition.layout.bytes, 1)));
+  auto block = std::make_shared<Arena::Buffer>(arena_.allocate(block_size(definition)));
   std::vector<io::Extent> extents;
   for (size_t i = 0; i < definition.sources.size(); ++i) {
     const Source& source = definition.sources[i];
@@ -230,7 +241,8 @@ Block Executor::take(int layer, std::chrono::milliseconds limit) {
   static_cast<void>(definition_of(layer));
   const auto index = static_cast<size_t>(layer);
   const LoadPointer load = loads_[index] ? loads_[index] : start(layer, true);
-  const bool waits = !load->ready;
+  // Where nothing is converted, all is there when the transfer is over.
+  const bool waits = !load->ready && (load->definition->layout.staged > 0 || !load->ticket->done());
   if (!load->ready && !load->claimed) {
     lock.unlock();
     bool arrived = true;

@@ -122,6 +122,7 @@ class Executor {
 
   [[nodiscard]] std::unique_lock<std::mutex> locked() const;
   const Definition& definition_of(int layer) const;
+  [[nodiscard]] int64_t block_size(const Definition& definition) const;
   LoadPointer start(int layer, bool demanded);
   [[nodiscard]] std::vector<int> coming(size_t position, int most) const;
   void read_ahead(const std::vector<int>& layers);

@@ -40,7 +40,8 @@ class Pipeline:
             engine.native, engine.arena, torch.get_num_threads()
         )
         self._budget = budget
-        self._orders = Orders()
+        # What most models do. A wrong guess costs one layer that is read in vain.
+        self._orders = Orders([*range(layers), *reversed(range(layers))])
         self._undefined = set(range(layers))
         self._tensors: list[list[tuple[int, Source]]] = [[] for _ in range(layers)]  # offset in the block
         self._sizes = [0] * layers
@@ -48,6 +49,7 @@ class Pipeline:
         self._plans: dict[tuple[int, ...], tuple[PlannedUse, ...]] = {}
         self._plan: tuple[PlannedUse, ...] | None = None
         self._staying: set[int] = set()
+        self._latest = -1
         self.uses = 0
         """Uses of layers that have something on the disk."""
         self.resident_uses = 0
@@ -83,6 +85,13 @@ class Pipeline:
         """Tell whether a layer is the one that this pass began with, so that another pass begins here."""
         return self._orders.first == layer
 
+    def make_room(self, layer: int) -> list[int]:
+        """Return the layers that are to be let go before another one's use begins.
+
+        There are such where the pass takes another turn than the plan has counted on.
+        """
+        return self._in_excess(beside=layer)
+
     def enter(self, layer: int, *, resident: bool) -> list[Tensor]:
         """The use of a layer begins; reads the next ones ahead.
 
@@ -94,6 +103,7 @@ class Pipeline:
         """
         self._orders.use(layer)
         self._staying.discard(layer)
+        self._latest = layer
         self._define()
         self._follow()
         if not self._tensors[layer]:
@@ -125,7 +135,7 @@ class Pipeline:
     def leave(self, layer: int) -> list[int]:
         """The use of a layer has ended; returns the layers that are to be let go."""
         if not self._is_kept(layer):
-            return [layer]
+            return [layer, *self._in_excess(beside=self._latest)]
         self._staying.add(layer)
         return self._in_excess(beside=layer)
 

@@ -8,6 +8,7 @@ without its backward and its recomputation. Uses are numbers of layers.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Final
 
 _REMEMBERED: Final = 8
@@ -23,7 +24,9 @@ class Orders:
     fits, nothing is foretold until it ends, and then it is remembered itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guess: Sequence[int] = ()) -> None:
+        """Know nothing yet; the first pass is taken to go along ``guess``, as far as it does."""
+        self._guess = tuple(guess)
         self._known: OrderedDict[tuple[int, ...], None] = OrderedDict()
         self._passed: list[int] = []
         self._followed: tuple[int, ...] | None = None
@@ -44,6 +47,10 @@ class Orders:
             self._known.move_to_end(done)
         self._passed = []
         self._followed = next(reversed(self._known), None)
+        if done:
+            self._guess = ()
+        elif self._followed is None:
+            self._followed = self._guess or None
 
     def use(self, layer: int) -> None:
         """Note the use of a layer."""

@@ -70,3 +70,17 @@ def test_whatever_has_passed_last_is_followed_when_it_comes_again(uses: list[int
     run(orders, uses)
     run(orders, uses)
     assert run(orders, uses)[-1] is not None
+
+
+def test_the_first_pass_goes_along_a_guess_which_is_no_order_that_was_seen() -> None:
+    orders = Orders(guess=[0, 1, 2, 2, 1, 0])
+    shorter = [0, 1, 2, 2, 1]
+    assert run(orders, shorter) == [(0, 1, 2, 2, 1, 0)] * 5
+    assert run(orders, shorter) == [tuple(shorter)] * 5
+    assert orders.records == 1
+
+
+def test_a_wrong_guess_is_given_up_where_it_is_wrong() -> None:
+    orders = Orders(guess=[0, 1, 2])
+    assert run(orders, OTHER) == [(0, 1, 2), None, None]
+    assert run(orders, OTHER) == [tuple(OTHER)] * 3

@@ -79,9 +79,9 @@ def from_pretrained(auto_class: Any, path: str | Path, *, config: Any, **kwargs:
         for name, parameter in skeleton.model.named_parameters()
         if name in skeleton.in_place
     }
-    reasons = _partition(skeleton.model, tensors, raw, section)
-    copied = {**skeleton.copied, **reasons}
-    in_place = {name: tensor for name, tensor in skeleton.in_place.items() if name not in reasons}
+    in_memory = _partition(skeleton.model, tensors, raw, section)
+    copied = {**skeleton.copied, **{name: reason for name, reason in in_memory.items() if reason}}
+    in_place = {name: tensor for name, tensor in skeleton.in_place.items() if name not in in_memory}
     skeleton.model.peftds_placement = Placement(
         {name: str(tensor.file.path) for name, tensor in in_place.items()},
         copied,
@@ -120,7 +120,10 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
 def _partition(
     model: Any, tensors: Mapping[Any, CheckpointTensor], raw: dict[str, Any], section: PeftdsConfig
 ) -> dict[str, str]:
-    """Hand the model over to ZeRO-3; returns the reasons why parameters could not be used in place."""
+    """Hand the model over to ZeRO-3; returns the parameters that are in memory after all, and why.
+
+    There is no reason to give for one whose parts are too small to be worth a read.
+    """
     from deepspeed import zero
 
     in_place = section.model_copy(
@@ -160,8 +163,7 @@ def _init_class(stock: Any) -> Any:
                     continue
                 reason = can_lie_in_place(tensor.dtype, param.dtype, tensor.offset)
                 if reason or not self._peftds_bind(param, tensor):
-                    if reason:
-                        self._peftds_refuse(param, reason)
+                    self._peftds_refuse(param, reason)
                     param.data = read_tensor(tensor).to(param.dtype)
                     super()._convert_to_zero_parameters([param])
 
