@@ -6,7 +6,8 @@ VENV   ?= .venv
 # Where there is no GPU, a torch that is built for the CPU on many systems; any other will do:
 # make TORCH="torch==2.14.1" demo
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch==2.14.1,torch==2.13.0)
-# Where the demo keeps parameters between their uses: cpu or nvme (files in out/nvme).
+# Where the demo keeps parameters between their uses: cpu, nvme (files in out/nvme) or checkpoint (in place
+# in the model's own file).
 OFFLOAD ?= cpu
 
 BIN     := $(abspath $(VENV))/bin
@@ -21,7 +22,7 @@ demo: known-offload install
 	$(BIN)/python examples/lora_minilm.py --offload $(OFFLOAD)
 
 known-offload:
-	@$(if $(filter "cpu" "nvme","$(OFFLOAD)"),:,$(error OFFLOAD is "$(OFFLOAD)", but must be cpu or nvme))
+	@$(if $(filter "cpu" "nvme" "checkpoint","$(OFFLOAD)"),:,$(error OFFLOAD is "$(OFFLOAD)", but must be cpu, nvme or checkpoint))
 
 test: cpp-test python-test
 

