@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_stream import ANSWER_TIMEOUT_S, configs, swapped_bytes, write_checkpoint
-from engine_process import EngineProcess
+from bench_stream import ANSWER_TIMEOUT_S, SHAPE, configs, swapped_bytes, write_checkpoint
+from engine_process import EngineProcess, WorkerError
 from interleave import Comparison, Contender, Measure, NotMeasured, Phases, race
 from replay import recorded_clock
 from report import Report
@@ -69,7 +69,7 @@ def _notes(starts: list[Starts]) -> Iterator[str]:
 def report(
     pytestconfig: pytest.Config, publish: Callable[[Report], Report], tmp_path_factory: pytest.TempPathFactory
 ) -> Report:
-    shape = {name: pytestconfig.getoption(name) for name in ("hidden", "layers", "vocabulary", "tokens")}
+    shape = {name: pytestconfig.getoption(name) for name in SHAPE}
     rounds, warmup_rounds = pytestconfig.getoption("rounds"), pytestconfig.getoption("warmup_rounds")
     folder = tmp_path_factory.mktemp("start")
     checkpoint = write_checkpoint(shape, folder / "checkpoint")
@@ -79,11 +79,16 @@ def report(
     starts, not_measured = [], {}
     for kind, config in settings.items():
         arguments = ["--kind", kind, "--checkpoint", str(checkpoint), "--tokens", str(shape["tokens"])]
+        arguments += ["--checkpointing"] if shape["checkpointing"] else []
         candidate = Starts(kind, [*arguments, "--config", json.dumps(config)], folder)
         try:
             candidate.run()
         except NotMeasured as reason:
             not_measured[kind] = str(reason)
+        except WorkerError as error:
+            if kind != "stock":
+                raise
+            not_measured[kind] = f"it fails: {str(error).strip().splitlines()[-1]}"
         else:
             candidate.seen.clear()
             starts.append(candidate)

@@ -26,6 +26,7 @@ WORKER = Path(__file__).with_name("stream_worker.py")
 LOSS_TOLERANCE = 1e-3
 """Losses of two contenders after the same steps, relative; DeepSpeed's hooks change the order of sums."""
 
+SHAPE = ("hidden", "layers", "vocabulary", "tokens", "checkpointing")
 IN_PLACE = "ours_checkpoint"
 RESIDENT = Measure("resident (ZeRO-2)", "resident", ("step",))
 STOCK_HOST = Measure("stock, base in host memory", "stock_host", ("step",))
@@ -185,7 +186,7 @@ def report(
     publish: Callable[[Report], Report],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Report:
-    shape = {name: pytestconfig.getoption(name) for name in ("hidden", "layers", "vocabulary", "tokens")}
+    shape = {name: pytestconfig.getoption(name) for name in SHAPE}
     rounds, warmup_rounds = pytestconfig.getoption("rounds"), pytestconfig.getoption("warmup_rounds")
     folder = tmp_path_factory.mktemp("stream")
     not_measured: dict[str, str] = {}

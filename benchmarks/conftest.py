@@ -45,7 +45,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     storage_group.addoption(
         "--io-any-folder", action="store_true", help="also a folder in memory, or without direct I/O"
     )
-    stream_group = parser.getgroup("peftds_ext benchmarks: bench_stream.py")
+    stream_group = parser.getgroup("peftds_ext benchmarks: bench_stream.py, bench_start.py")
+    stream_group.addoption(
+        "--checkpointing", action="store_true", help="compute activations again in the backward pass"
+    )
     for name, default, meaning in (
         ("hidden", 1024, "width of the model"),
         ("layers", 12, "decoder layers"),

@@ -29,7 +29,9 @@ LIBRARIES = (
 )
 
 
-def start(kind: str, checkpoint: str, config: dict[str, Any], tokens: int) -> dict[str, Any]:
+def start(
+    kind: str, checkpoint: str, config: dict[str, Any], tokens: int, *, checkpointing: bool
+) -> dict[str, Any]:
     """Load, adapt, build the engine, take steps; return seconds, bytes written and bytes of memory."""
     import deepspeed
     import transformers
@@ -43,7 +45,7 @@ def start(kind: str, checkpoint: str, config: dict[str, Any], tokens: int) -> di
         alive = transformers.integrations.HfDeepSpeedConfig(config)
         base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
         del alive
-    model = adapted(base)
+    model = adapted(base, checkpointing=checkpointing)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
     check_whose(engine.optimizer, ours=kind == "ours")
@@ -93,7 +95,8 @@ def _serve(options: argparse.Namespace, answer: Answer) -> None:
     for line in sys.stdin:
         if line.strip() != "round":
             raise ValueError(f"unknown command {line!r}")
-        answer(start(options.kind, options.checkpoint, config, options.tokens))
+        settings = {"tokens": options.tokens, "checkpointing": options.checkpointing}
+        answer(start(options.kind, options.checkpoint, config, **settings))
 
 
 def main() -> None:
@@ -103,6 +106,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", required=True, help="folder of a checkpoint")
     parser.add_argument("--config", required=True, help="DeepSpeed configuration as JSON")
     parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--checkpointing", action="store_true", help="compute activations again")
     options = parser.parse_args()
     serve_in_lines(lambda answer: _serve(options, answer))
 

@@ -29,6 +29,7 @@ class Shape:
     layers: int
     vocabulary: int
     tokens: int
+    checkpointing: bool = False
 
 
 def build_base(shape: Shape) -> Any:
@@ -48,13 +49,20 @@ def build_base(shape: Shape) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def adapted(base: Any) -> Any:
-    """Put LoRA on the attention's four projections; the same in every process."""
+def adapted(base: Any, *, checkpointing: bool) -> Any:
+    """Put LoRA on the attention's four projections, for training; the same in every process.
+
+    ``checkpointing``: activations of a layer are computed again in the backward pass.
+    """
     import peft
 
     torch.manual_seed(1)
     lora = peft.LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-    return peft.get_peft_model(base, lora, autocast_adapter_dtype=False)
+    model = peft.get_peft_model(base, lora, autocast_adapter_dtype=False).train()
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
 
 
 def base_in_place(checkpoint: str, config: dict[str, Any]) -> Any:
@@ -89,7 +97,8 @@ class Training:
             importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
             if config["zero_optimization"]["offload_param"]["device"] == "nvme":
                 needs_async_io()
-        model = adapted(base_in_place(checkpoint, config) if checkpoint else build_base(shape))
+        base = base_in_place(checkpoint, config) if checkpoint else build_base(shape)
+        model = adapted(base, checkpointing=shape.checkpointing)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
         check_whose(self.engine.optimizer, ours=install and self.engine.zero_optimization_stage() == 3)
