@@ -226,7 +226,9 @@ void Executor::discard(int layer) {
 }
 
 void Executor::sweep() {
-  std::erase_if(discarded_, [](const LoadPointer& load) { return load->ticket->done(); });
+  std::erase_if(discarded_, [](const LoadPointer& load) {
+    return load->ticket->done() && (load->ready || !load->claimed);  // else it is being converted
+  });
 }
 
 void Executor::drop(int layer) {

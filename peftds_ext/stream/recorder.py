@@ -30,6 +30,7 @@ class Recorder:
         self._began = time.monotonic_ns()
         self._in_use: dict[int, tuple[int, str]] = {}  # by layer: since when, and how
         self._spans: list[Span] = []
+        self._free_from: list[int] = []  # by track of transfers
         self._uses = 0
         self._before: Mapping[str, int] = _counts(None)
         self.last: StepStats | None = None
@@ -61,7 +62,7 @@ class Recorder:
         self._began, self._before, self._uses = now, counts, 0
         if self._trace is not None:
             step = Span(LAYERS, "optimizer step", optimizer_began, now)
-            self._trace.add([*self._spans, step, *_spans(events, self._names)])
+            self._trace.add([*self._spans, step, *_spans(events, self._names, self._free_from)])
             self._spans.clear()
 
     def close(self) -> None:
@@ -119,10 +120,12 @@ def _sum(total: StepStats, step: StepStats) -> StepStats:
     )
 
 
-def _spans(events: Sequence[StreamEvent], names: Sequence[str]) -> Iterator[Span]:
-    """Yield the executor's events as spans; transfers that overlap are on tracks of their own."""
+def _spans(events: Sequence[StreamEvent], names: Sequence[str], free_from: list[int]) -> Iterator[Span]:
+    """Yield the executor's events as spans; transfers that overlap are on tracks of their own.
+
+    ``free_from`` is when each of these tracks is free, and goes on from one call to the next.
+    """
     kinds: Any = _native.core().StreamEventKind
-    free_from: list[int] = []  # by transfer track
     for event in sorted(events, key=lambda event: event.start):
         name, moved = names[event.layer], {"bytes": event.bytes}
         if event.kind is kinds.WAIT:

@@ -48,6 +48,21 @@ def built(run: Run, source: str, checkpoint: Path, config: dict[str, Any]) -> An
     return model
 
 
+def counted_gathers() -> list[int]:
+    """Let each all-gather of parameters append to the list that is returned."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    calls: list[int] = []
+    stock = partition_parameters._dist_allgather_fn
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return stock(*args, **kwargs)
+
+    partition_parameters._dist_allgather_fn = counted
+    return calls
+
+
 def train(
     run: Run,
     source: str,
@@ -56,6 +71,8 @@ def train(
     adapter: dict[str, Any] | None = None,
     kind: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
+    import peftds_ext
+
     checkpoint = saved(run.tmp / "model", **(kind or {}))
     config = configured(run, source, budget)
     base = built(run, source, checkpoint, config)
@@ -74,7 +91,9 @@ def train(
         result["copied"] = dict(base.peftds_placement.copied)
         result["in_place"] = len(base.peftds_placement.in_place)
         result["written"] = swapper_of(engine).written_bytes
+    gathers = counted_gathers()
     result["losses"] = [train_step(engine, batch) for batch in batches(STEPS, run.rank)]
+    result["gathers"] = len(gathers)
     result["masters"] = masters(engine)
     if source == "checkpoint":
         result["written after"] = swapper_of(engine).written_bytes
@@ -82,6 +101,7 @@ def train(
         result["memory"] = usage.peak_live
         pipeline = engine.optimizer.parameter_offload.param_coordinator._fetch.pipeline
         result["read sizes"] = pipeline.read_sizes
+        result["uses"] = peftds_ext.stats(engine).run.layers_used
     return result
 
 
@@ -114,13 +134,93 @@ def test_losses_are_those_of_a_model_in_memory(runner: Runner, case: str) -> Non
 
 def test_two_ranks_read_their_parts(runner: Runner) -> None:
     kind = {"intermediate_size": 2051, "vocab_size": 4096, "dtype": "fp32"}
-    (in_memory,) = runner.run(train, "ours", world=2, source="memory", kind=kind)
-    (streamed,) = runner.run(train, "ours", world=2, source="checkpoint", kind=kind)
+    adapter = {"fp32_adapters": False}  # one dtype, so that there is one buffer to gather
+    (in_memory,) = runner.run(train, "ours", world=2, source="memory", kind=kind, adapter=adapter)
+    (streamed,) = runner.run(train, "ours", world=2, source="checkpoint", kind=kind, adapter=adapter)
     for ours, theirs in zip(streamed, in_memory, strict=True):
         assert ours.result["losses"] == theirs.result["losses"]
         assert all(torch.equal(ours.result["masters"][n], m) for n, m in theirs.result["masters"].items())
         assert ours.result["in_place"] == ours.result["on disk"] > 0
         assert ours.result["written after"] == 0
+        assert 0 < ours.result["gathers"] <= ours.result["uses"]
+
+
+def fused_experts(run: Run, source: str) -> dict[str, Any]:
+    """Train a mixture of experts, whose experts Transformers fuses while it loads them."""
+    import transformers
+
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 4096}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4}
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**shape)).bfloat16()
+    model.save_pretrained(run.tmp / "model")
+    config = configured(run, source, 0)
+    base = built(run, source, run.tmp / "model", config)
+    engine = run.initialize(lora_on(base, fp32_adapters=False), config)
+    result: dict[str, Any] = {"losses": [train_step(engine, batch) for batch in batches(3)]}
+    if source == "checkpoint":
+        result |= {"in_place": list(base.peftds_placement.in_place)}
+        result |= {"copied": dict(base.peftds_placement.copied), "written": swapper_of(engine).written_bytes}
+    return result
+
+
+def test_what_is_made_from_several_tensors_goes_to_the_store(runner: Runner) -> None:
+    outcome = runner.one(fused_experts, source="checkpoint")
+    streamed = outcome.result
+    assert streamed["losses"] == runner.one(fused_experts, source="memory").result["losses"]
+    assert "model.embed_tokens.weight" in streamed["in_place"]
+    assert len(streamed["copied"]) == 4
+    assert all(".experts." in name for name in streamed["copied"])
+    assert streamed["written"] == 2 * 2 * 4 * 3 * 256 * 512
+    assert outcome.said("4 parameters are copied") == 1
+
+
+def with_the_trainer(run: Run) -> dict[str, Any]:
+    import transformers
+
+    import peftds_ext
+
+    checkpoint = saved(run.tmp / "model")
+    config = configured(run, "checkpoint", 0, stage3_gather_16bit_weights_on_model_save=True)
+    config |= {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    config["optimizer"]["params"] = {"lr": "auto", "weight_decay": "auto"}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(run.tmp / "out"),
+        per_device_train_batch_size=2,
+        max_steps=3,
+        save_strategy="no",
+        logging_steps=1,
+        bf16=True,
+        use_cpu=True,
+        report_to=[],
+        deepspeed=config,
+    )
+    kind = transformers.AutoModelForCausalLM
+    base = peftds_ext.from_pretrained(kind, checkpoint, config=arguments.hf_deepspeed_config)
+    model = lora_on(base)
+    rows = [{"input_ids": row, "labels": row} for row in torch.cat(batches(3))]
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    trainer.save_model(str(run.tmp / "adapter"))
+    return {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "written": swapper_of(trainer.model_wrapped).written_bytes,
+        "saved": (run.tmp / "adapter" / "adapter_model.safetensors").stat().st_size,
+        "dtypes": sorted({str(p.dtype) for p in base.parameters() if not p.requires_grad}),
+    }
+
+
+def test_the_trainer_takes_the_model(runner: Runner) -> None:
+    result = runner.one(with_the_trainer).result
+    assert len(result["losses"]) == 3
+    assert all(0 < loss < 20 for loss in result["losses"])
+    assert result["written"] == 0
+    assert result["saved"] > 0
+    assert result["dtypes"] == ["torch.bfloat16"]
 
 
 def changes_of_weights(run: Run, source: str) -> dict[str, Any]:

@@ -53,7 +53,8 @@ def from_pretrained(auto_class: Any, path: str | Path, *, config: Any, **kwargs:
         path: the local folder of the model.
         config: the DeepSpeed configuration, as for ``deepspeed.initialize``: ZeRO stage 3 with
             ``offload_param.device: "nvme"`` and our section enabled. What cannot be used in place, and
-            trainable weights, go to its ``nvme_path``.
+            trainable weights, go to its ``nvme_path``. With the Trainer, whose configuration may say
+            ``"auto"``: ``training_arguments.hf_deepspeed_config``.
         kwargs: as for ``from_pretrained``; ``model_config`` is its ``config``. ``dtype`` is that of the
             DeepSpeed configuration (``bf16``, ``fp16``, else fp32) unless given.
 
@@ -63,7 +64,7 @@ def from_pretrained(auto_class: Any, path: str | Path, *, config: Any, **kwargs:
         StorageError: a file or folder cannot be used.
         UnsupportedVersionError: this DeepSpeed is not one that the engine knows.
     """
-    raw = load_config(None, config, None)
+    raw = load_config(None, getattr(config, "config", config), None)
     if raw is None:
         raise ConfigError(f"from_pretrained: config is no DeepSpeed configuration or file: {config!r}")
     section = read_section(raw)

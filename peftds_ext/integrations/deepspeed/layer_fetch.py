@@ -92,6 +92,8 @@ class LayerFetch:
         self._recorder.begin(layer, "backward" if backward else "forward")
 
     def _bring(self, pipeline: Pipeline, layer: int) -> None:
+        for other in pipeline.make_room(layer):
+            self._evict(other)
         swapped = self._swapped[layer]
         absent = [p.nvme_swapper.is_absent(p) for p in swapped]
         tensors = pipeline.enter(layer, resident=not any(absent))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from peftds_ext.config import ParamsConfig
-from peftds_ext.integrations.deepspeed.layer_offload import LayerCoordinator, layer_offload_class
+from peftds_ext.integrations.deepspeed.layer_offload import ZeroCoordinator, layer_offload_class
 from peftds_ext.integrations.deepspeed.offload import memory_budget, offloads_parameters
 from peftds_ext.integrations.deepspeed.section import read_section
 from peftds_ext.observe.stats import Stats
@@ -53,7 +53,7 @@ class LayerHooks(Stage3Seam):
         began = time.monotonic_ns()
         super().step(closure)
         coordinator = getattr(self.parameter_offload, "param_coordinator", None)
-        if isinstance(coordinator, LayerCoordinator):
+        if isinstance(coordinator, ZeroCoordinator):
             coordinator.end_step(began)
 
 
@@ -65,7 +65,7 @@ def stats(engine: Any) -> Stats:
     """
     offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)
     coordinator = getattr(offload, "param_coordinator", None)
-    if not isinstance(coordinator, LayerCoordinator):
+    if not isinstance(coordinator, ZeroCoordinator):
         raise ValueError(
             "this engine streams no layers: its parameters are not offloaded under ZeRO-3, or DeepSpeed's "
             "own hooks fetch them; the log of peftds_ext says why (level INFO)"
