@@ -10,6 +10,9 @@ TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch==2.14.1,torch==2
 # in the model's own file).
 OFFLOAD ?= cpu
 
+# Test processes at once; 0 runs the tests one after the other.
+TEST_JOBS ?= 2
+
 BIN     := $(abspath $(VENV))/bin
 TOOLS   := $(VENV)/.tools
 BUILT   := $(VENV)/.built
@@ -30,12 +33,12 @@ cpp-test: $(TOOLS)
 	scripts/cpp_tests.sh
 
 python-test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_JOBS)
 
 install: $(BUILT)
 
 bench: install
-	$(BIN)/python -m pytest benchmarks/bench_adamw.py benchmarks/bench_engine_step.py benchmarks/bench_stream.py benchmarks/bench_io.py -s
+	$(BIN)/python -m pytest benchmarks/bench_adamw.py benchmarks/bench_engine_step.py benchmarks/bench_stream.py benchmarks/bench_start.py benchmarks/bench_io.py -s
 
 lint: install
 	$(BIN)/ruff check .

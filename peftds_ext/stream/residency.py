@@ -11,8 +11,9 @@ def kept_after(order: Sequence[int], sizes: Sequence[int], budget: int) -> tuple
 
     ``sizes`` are bytes by layer. While a layer is in use, the others that are kept take at most ``budget``
     bytes; a layer that is used twice in a row, as at the turn from forward to backward, stays in any case.
-    Those whose next use is nearest are kept (Belady, "A study of replacement algorithms for a
-    virtual-storage computer", 1966), which is optimal for layers of one size, and a greedy choice else.
+    Those whose next use is nearest are kept first (after Belady, "A study of replacement algorithms for a
+    virtual-storage computer", 1966). For the sweeps of training over layers of one size no other choice reads
+    less; for other orders it is a greedy choice.
     """
     length = len(order)
     if not length:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from peftds_ext.stream.residency import kept_after
@@ -67,10 +67,10 @@ def test_what_fits_whole_stays_whole(order: list[int], sizes: list[int]) -> None
     assert all(kept_after(order, sizes, sum(sizes)))
 
 
-@settings(max_examples=60)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 4))
-def test_with_equal_sizes_no_other_choice_reads_less(order: list[int], budget: int) -> None:
-    sizes = [1] * 4
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("budget", [0, 1, 2, 3, 5])
+def test_in_a_sweep_over_layers_of_one_size_no_other_choice_reads_less(layers: int, budget: int) -> None:
+    order, sizes = sweep(layers), [1] * layers
     ours = reads(order, kept_after(order, sizes, budget))
     choices = itertools.product((False, True), repeat=len(order))
     best = min(reads(order, kept) for kept in choices if largest_kept(order, sizes, kept) <= budget)
