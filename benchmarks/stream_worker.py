@@ -120,9 +120,7 @@ class Training:
     def stats(self) -> str:
         """Return what our engine says of its steps."""
         import peftds_ext
-        from peftds_ext.observe.report import report
-
-        return report(peftds_ext.stats(self.engine))
+        return str(peftds_ext.stats(self.engine))
 
 
 def needs_async_io() -> None:

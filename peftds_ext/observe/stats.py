@@ -117,6 +117,12 @@ class Stats(BaseModel):
     python_entries: Count
     """Calls from Python into the engine."""
 
+    def __str__(self) -> str:
+        """Return the report that a user reads."""
+        from peftds_ext.observe.report import report
+
+        return report(self)
+
 
 def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None

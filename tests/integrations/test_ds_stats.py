@@ -37,6 +37,7 @@ def recorded(run: Run, device: str, budget: int = 0, trace: bool = False) -> dic
     engine.destroy()
     return {
         "before": before.model_dump(),
+        "text": str(after),
         "after": json.loads(after.model_dump_json()),
         "seconds": seconds,
         "sizes": pipeline.sizes if pipeline else (),
@@ -74,7 +75,9 @@ def test_with_room_for_all_nothing_is_read_after_the_first_step(runner: Runner) 
 
 
 def test_a_slow_disk_is_what_bounds_the_step(runner: Runner) -> None:
-    last = runner.one(recorded, device="nvme", env=FAULTS).result["after"]["last_step"]
+    result = runner.one(recorded, device="nvme", env=FAULTS).result
+    assert "bound by disk" in result["text"]
+    last = result["after"]["last_step"]
     assert last["bound_by"] == "disk"
     assert last["layers_waited_for"] > 0
     assert last["compute_waited_seconds"] > 0.015
