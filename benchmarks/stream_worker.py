@@ -120,6 +120,7 @@ class Training:
     def stats(self) -> str:
         """Return what our engine says of its steps."""
         import peftds_ext
+
         return str(peftds_ext.stats(self.engine))
 
 

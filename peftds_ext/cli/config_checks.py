@@ -109,6 +109,8 @@ def _section(raw: Mapping[str, Any]) -> Generator[Check, None, PeftdsConfig]:
     else:
         yield Check(name, "ok", "enabled")
         yield from _work(raw)
+        yield from _where_from(raw, config)
+        yield from _trace(config)
     return config
 
 
@@ -125,6 +127,26 @@ def _work(raw: Mapping[str, Any]) -> Iterator[Check]:
     if offloads_parameters_to_nvme(raw):
         yield from _nvme_path(raw)
         yield from _storage_numbers(raw)
+
+
+def _where_from(raw: Mapping[str, Any], config: PeftdsConfig) -> Iterator[Check]:
+    """Whether weights can be in place in their checkpoint, if they are to be."""
+    name = f"{SECTION}.params.source"
+    if config.params.source == "checkpoint" and not offloads_parameters_to_nvme(raw):
+        found = 'weights in place need stage 3 and offload_param.device "nvme"'
+        yield Check(name, "error", found, f"set these, and {NVME_PATH}, or leave the key out")
+    elif config.params.source == "checkpoint":
+        yield Check(name, "note", "the script must build the model with peftds_ext.from_pretrained")
+
+
+def _trace(config: PeftdsConfig) -> Iterator[Check]:
+    """Whether the file of the trace can be made."""
+    if config.trace is None:
+        return
+    path = Path(config.trace).absolute()
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        found = f"{path} cannot be written: its folder must exist, and it must be a file's path"
+        yield Check(f"{SECTION}.trace", "error", found, "give a file in a folder that this user may write to")
 
 
 def _storage_numbers(raw: Mapping[str, Any]) -> Iterator[Check]:

@@ -210,3 +210,28 @@ def test_numbers_that_the_storage_engine_cannot_use_are_errors(
 def test_the_word_auto_for_buffers_is_none_of_ours(tmp_path: Path) -> None:
     found = _config(_write(tmp_path, nvme(str(tmp_path), offload={"buffer_count": "auto"})))
     assert "storage numbers" not in found
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "status"),
+    [
+        ({"params": {"source": "checkpoint"}}, "peftds_ext.params.source", "note"),
+        ({"trace": "missing/trace.json"}, "peftds_ext.trace", "error"),
+        ({"trace": "."}, "peftds_ext.trace", "error"),
+    ],
+)
+def test_source_and_trace(
+    change: dict[str, Any], key: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    zero: dict[str, Any] = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    raw = {"zero_optimization": zero, "peftds_ext": {"enabled": True, **change}}
+    assert _config(_write(tmp_path, raw))[key].status == status
+    if key.endswith("source"):
+        zero["offload_param"] = {"device": "cpu"}
+        assert _config(_write(tmp_path, raw))[key].status == "error"
+
+
+def test_a_trace_that_can_be_written_is_no_finding(tmp_path: Path) -> None:
+    raw = {"peftds_ext": {"enabled": True, "trace": str(tmp_path / "trace.json")}}
+    assert "peftds_ext.trace" not in _config(_write(tmp_path, raw))
