@@ -50,16 +50,16 @@ struct Arena::State {
     while (!unused.empty()) release_oldest();
   }
 
-  std::byte* take(int64_t size) {
+  Mapping take(int64_t size, int64_t most) {
     const std::lock_guard lock(mutex);
-    std::byte* data = reuse(size);
-    if (data == nullptr) {
+    Mapping mapping = reuse(size, most);
+    if (mapping.data == nullptr) {
       make_room(size);  // mapping is the only way in which more becomes held
-      data = map(size);
+      mapping = {map(size), size};
     }
-    usage.live += size;
+    usage.live += mapping.size;
     usage.peak_live = std::max(usage.peak_live, usage.live);
-    return data;
+    return mapping;
   }
 
   void give_back(std::byte* data, int64_t size) noexcept {
@@ -72,13 +72,17 @@ struct Arena::State {
   Usage usage;
 
  private:
-  std::byte* reuse(int64_t size) {
-    const auto found = std::find_if(unused.rbegin(), unused.rend(),
-                                    [size](const Mapping& mapping) { return mapping.size == size; });
-    if (found == unused.rend()) return nullptr;
-    std::byte* data = found->data;
-    unused.erase(std::next(found).base());
-    return data;
+  /// Takes the smallest unused mapping of a size from `size` to `most`, and of these the one used last.
+  Mapping reuse(int64_t size, int64_t most) {
+    auto best = unused.end();
+    for (auto mapping = unused.begin(); mapping != unused.end(); ++mapping)
+      if (mapping->size >= size && mapping->size <= most &&
+          (best == unused.end() || mapping->size <= best->size))
+        best = mapping;
+    if (best == unused.end()) return {nullptr, 0};
+    const Mapping found = *best;
+    unused.erase(best);
+    return found;
   }
 
   /// Keeps the bound on held memory when `size` more bytes are going to be mapped.
@@ -112,10 +116,12 @@ struct Arena::State {
 
 Arena::Arena(std::shared_ptr<Listener> listener) : state_(std::make_shared<State>(std::move(listener))) {}
 
-Arena::Buffer Arena::allocate(int64_t size) {
+Arena::Buffer Arena::allocate(int64_t size, int64_t most) {
   PEFTDS_CHECK(size > 0, kInvalidArgument, "a buffer must have a positive size, got ", size);
   PEFTDS_CHECK(size <= kLargest, kOutOfMemory, "no machine has memory for a buffer of ", size, " bytes");
-  return {state_, state_->take(whole_pages(size)), size};
+  const auto [data, capacity] =
+      state_->take(whole_pages(size), whole_pages(std::clamp(most, size, kLargest)));
+  return {state_, data, size, capacity};
 }
 
 Arena::Usage Arena::usage() const {
@@ -123,11 +129,11 @@ Arena::Usage Arena::usage() const {
   return state_->usage;
 }
 
-Arena::Buffer::Buffer(std::shared_ptr<State> state, std::byte* data, int64_t size)
-    : state_(std::move(state)), data_(data), size_(size) {}
+Arena::Buffer::Buffer(std::shared_ptr<State> state, std::byte* data, int64_t size, int64_t capacity)
+    : state_(std::move(state)), data_(data), size_(size), capacity_(capacity) {}
 
 Arena::Buffer::~Buffer() {
-  if (state_) state_->give_back(data_, whole_pages(size_));
+  if (state_) state_->give_back(data_, capacity_);
 }
 
 }  // namespace peftds

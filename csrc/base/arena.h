@@ -8,7 +8,8 @@
 
 namespace peftds {
 
-/// Hands out buffers and keeps those that come back for the next request of the same size.
+/// Hands out buffers and keeps those that come back for the next request of the same size, or for a smaller
+/// one that can use them.
 ///
 /// A buffer is a mapping of its own, rounded up to the page and to nothing more, so there is neither
 /// fragmentation nor a slot size to guess. All that is held stays within `kSlack` above the largest
@@ -32,7 +33,7 @@ class Arena {
   };
 
   struct Usage {
-    int64_t live = 0;       // bytes in buffers now, rounded up to pages
+    int64_t live = 0;       // bytes of the mappings that are in use now
     int64_t held = 0;       // bytes mapped now
     int64_t peak_live = 0;  // the largest `live` so far
     int64_t peak_held = 0;  // the largest `held` so far
@@ -42,9 +43,10 @@ class Arena {
 
   explicit Arena(std::shared_ptr<Listener> listener = nullptr);
 
-  /// Returns `size` bytes of memory, aligned to the page, with any content. Throws kOutOfMemory, and
-  /// kInvalidArgument unless `size` is positive.
-  [[nodiscard]] Buffer allocate(int64_t size);
+  /// Returns `size` bytes of memory, aligned to the page, with any content. A mapping of up to `most` bytes
+  /// may serve if it is there, and is in use as a whole then. Throws kOutOfMemory, and kInvalidArgument
+  /// unless `size` is positive.
+  [[nodiscard]] Buffer allocate(int64_t size, int64_t most = 0);
 
   [[nodiscard]] Usage usage() const;
 
@@ -65,11 +67,12 @@ class Arena::Buffer {
 
  private:
   friend class Arena;
-  Buffer(std::shared_ptr<State> state, std::byte* data, int64_t size);
+  Buffer(std::shared_ptr<State> state, std::byte* data, int64_t size, int64_t capacity);
 
   std::shared_ptr<State> state_;  // null once moved from
   std::byte* data_;
   int64_t size_;
+  int64_t capacity_;
 };
 
 }  // namespace peftds

@@ -121,7 +121,8 @@ void bind_memory(py::module_& module) {
       .def_readonly("peak_held", &Arena::Usage::peak_held);
   py::class_<Arena>(module, "Arena", "Page-aligned host memory in exactly the sizes asked for.")
       .def(py::init<>())
-      .def("allocate", &Arena::allocate, py::arg("size"))
+      .def("allocate", &Arena::allocate, py::arg("size"), py::arg("most") = 0,
+           "Return memory; a mapping of up to `most` bytes may serve, and is in use as a whole then.")
       .def("usage", &Arena::usage);
   module.def("crc32c_blocks", &crc32c_blocks, py::arg("data"), py::arg("block_bytes"), py::arg("threads") = 1,
              "CRC-32C of each block of contiguous bytes; the last block may be shorter.");

@@ -31,7 +31,7 @@ using stream::Executor;
 /// and whether a change of the file is an error.
 using PySource = std::tuple<std::shared_ptr<io::File>, int64_t, int64_t, int64_t,
                             std::optional<std::pair<std::string, std::string>>, bool>;
-using PyUse = std::tuple<int, bool, int>;
+using PyUse = std::tuple<int, bool, int, bool>;
 
 /// A layer's bytes; a tensor over them keeps them alive.
 struct PyBlock {
@@ -68,8 +68,13 @@ std::tuple<int64_t, int64_t, std::vector<int64_t>> define(Executor& executor, in
 void follow(Executor& executor, const std::vector<PyUse>& order) {
   std::vector<stream::Use> native;
   native.reserve(order.size());
-  for (const auto& [layer, reads, reach] : order) native.push_back({layer, reads, reach});
+  for (const auto& [layer, reads, reach, counted] : order) native.push_back({layer, reads, reach, counted});
   executor.follow(std::move(native));
+}
+
+void advance(Executor& executor, std::optional<size_t> position, int demanded, int resident, int most,
+             bool between) {
+  executor.advance({position, demanded, resident, most, between});
 }
 
 /// Lets Ctrl-C through: signals are looked at ten times a second.
@@ -114,10 +119,11 @@ void bind_stream(py::module_& module) {
            "Say what a layer is made of; returns the bytes of its block, those that it needs beside while it "
            "is "
            "read, and where each source begins in the block.")
-      .def("follow", &follow, py::arg("order"), "Follow (layer, reads, reach) uses from now on.")
-      .def("advance", &Executor::advance, py::arg("position"), py::kw_only(), py::arg("demanded") = -1,
+      .def("follow", &follow, py::arg("order"), "Follow (layer, reads, reach, counted) uses from now on.")
+      .def("advance", &advance, py::arg("position"), py::kw_only(), py::arg("demanded") = -1,
            py::arg("resident") = -1, py::arg("most") = std::numeric_limits<int>::max(),
-           py::call_guard<py::gil_scoped_release>(), "The use at a position of the order begins.")
+           py::arg("between") = false, py::call_guard<py::gil_scoped_release>(),
+           "The use at a position of the order begins, or comes next if no layer is in use.")
       .def("take", &take, py::arg("layer"), "Wait for a layer and return its block; raise what went wrong.")
       .def("drop", &Executor::drop, py::arg("layer"), py::call_guard<py::gil_scoped_release>())
       .def("drain", &Executor::drain, "Events since the last call; times as time.monotonic_ns().")

@@ -125,6 +125,11 @@ File::File(std::string path, Access access, Direct direct) : path_(std::move(pat
   }
   const int flags = (open_flags(access) & ~(O_CREAT | O_EXCL)) | O_DIRECT;
   direct_ = uninterrupted([&] { return open(path_.c_str(), flags, 0600); });
+  if (direct_ < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) {  // not the file system's word
+    const int refused = errno;
+    close(buffered_);
+    throw_file_error(purpose(access), path_, refused);
+  }
   if (direct_ < 0) {
     refusal_ = detail::concat("the file system refuses direct I/O (", std::strerror(errno), ")");
     return;

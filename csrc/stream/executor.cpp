@@ -16,8 +16,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kAlike = 64;  // sizes that differ by less than one part in so many
-
 int64_t nanoseconds(Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
@@ -136,72 +134,76 @@ void Executor::follow(std::vector<Use> order) {
   order_ = std::move(order);
 }
 
-void Executor::advance(std::optional<size_t> position, int demanded, int resident, int most) {
+void Executor::advance(const Step& step) {
   const auto lock = locked();
-  PEFTDS_CHECK(!position || *position < order_.size(), kInvalidArgument,
+  PEFTDS_CHECK(!step.position || *step.position < order_.size(), kInvalidArgument,
                "there is no such position in an order of ", order_.size());
-  if (demanded >= 0) {
-    static_cast<void>(definition_of(demanded));
-    if (!loads_[static_cast<size_t>(demanded)]) start(demanded, true);
-  }
-  const std::vector<int> next = position ? coming(*position, most) : std::vector<int>{};
+  if (step.demanded >= 0) static_cast<void>(definition_of(step.demanded));
+  const std::vector<Use> next = coming(step);
   for (size_t layer = 0; layer < loads_.size(); ++layer) {
     const auto number = static_cast<int>(layer);
-    const bool wanted = std::find(next.begin(), next.end(), number) != next.end();
-    if (number != demanded && (number == resident || !wanted)) discard(number);
+    const bool wanted =
+        std::any_of(next.begin(), next.end(), [&](const Use& use) { return use.layer == number; });
+    if (number != step.demanded && (number == step.resident || !wanted)) discard(number);
   }
   sweep();
+  if (!discarded_.empty()) return;
+  if (step.demanded >= 0 && !loads_[static_cast<size_t>(step.demanded)])
+    start(step.demanded, true, step.position && order_[*step.position].counted);
   read_ahead(next);
 }
 
-/// The layers that must be read for the uses within the reach of one, in their order, at most so many.
-std::vector<int> Executor::coming(size_t position, int most) const {
-  std::vector<int> layers;
-  for (int step = 1; step <= order_[position].reach; ++step) {
-    const Use& use = order_[(position + static_cast<size_t>(step)) % order_.size()];
-    if (use.reads && layers.size() < static_cast<size_t>(most)) layers.push_back(use.layer);
+/// The uses that must be read within the reach of a step, in their order.
+std::vector<Use> Executor::coming(const Step& step) const {
+  std::vector<Use> uses;
+  if (!step.position) return uses;
+  auto most = static_cast<size_t>(step.most);
+  if (step.between && order_[*step.position].reads) {
+    uses.push_back(order_[*step.position]);
+    most += uses.size();
   }
-  return layers;
+  for (int ahead = 1; ahead <= order_[*step.position].reach; ++ahead) {
+    const Use& use = order_[(*step.position + static_cast<size_t>(ahead)) % order_.size()];
+    if (use.reads && uses.size() < most) uses.push_back(use);
+  }
+  return uses;
 }
 
-/// What was dropped holds its memory until its reads are over, which the plan has not counted on: as long as
-/// there is such, nothing is started.
-void Executor::read_ahead(const std::vector<int>& layers) {
-  for (const int layer : layers) {
-    if (!discarded_.empty()) return;
-    if (loads_[static_cast<size_t>(layer)]) continue;
+void Executor::read_ahead(const std::vector<Use>& uses) {
+  for (size_t i = 0; i < uses.size(); ++i) {
+    if (loads_[static_cast<size_t>(uses[i].layer)]) continue;
     try {
-      start(layer, false);
-    } catch (const Error&) {  // no memory: who needs the layer asks again, and is told
+      start(uses[i].layer, false, uses[i].counted || i > 0);
+    } catch (const std::exception&) {  // no memory, or no thread: who needs the layer asks again, and is told
       return;
     }
   }
 }
 
-/// The size of a layer's block: that of the largest layer which is hardly larger. Layers that are alike
-/// differ by where their tensors begin in a page, and memory is used again only by what has its size.
-int64_t Executor::block_size(const Definition& definition) const {
-  const int64_t least = std::max<int64_t>(definition.layout.bytes, 1);
-  int64_t size = least;
+/// The memory that a block may take. A layer that is not `counted` lies in one of the two places for the
+/// layer in use and the next one, which are as large as the largest layer.
+int64_t Executor::most_memory(const Definition& definition, bool counted) const {
+  int64_t most = definition.layout.bytes;
   for (const auto& other : definitions_)
-    if (other && other->layout.bytes - least <= least / kAlike) size = std::max(size, other->layout.bytes);
-  return size;
+    if (other && !counted) most = std::max(most, other->layout.bytes);
+  return most;
 }
 
-Executor::LoadPointer Executor::start(int layer, bool demanded) {
+Executor::LoadPointer Executor::start(int layer, bool demanded, bool counted) {
   auto load = std::make_shared<Load>();
   load->definition = definitions_[static_cast<size_t>(layer)];
   load->layer = layer;
   load->demanded = demanded;
   const Definition& definition = *load->definition;
-  auto block = std::make_shared<Arena::Buffer>(arena_.allocate(block_size(definition)));
+  auto block = std::make_shared<Arena::Buffer>(
+      arena_.allocate(std::max<int64_t>(definition.layout.bytes, 1), most_memory(definition, counted)));
   std::vector<io::Extent> extents;
   for (size_t i = 0; i < definition.sources.size(); ++i) {
     const Source& source = definition.sources[i];
     const Pages& pages = definition.pages[i];
     load->staged.emplace_back();
     if (source.size == 0) continue;
-    if (source.cast) load->staged.back().emplace(arena_.allocate(pages.size));
+    if (source.cast) load->staged.back().emplace(arena_.allocate(pages.size, pages.size + Arena::kPage));
     std::byte* to = source.cast ? load->staged.back()->data()
                                 : block->data() + definition.layout.offsets[i] - pages.before;
     extents.push_back({source.file, pages.offset, to, pages.size});
@@ -242,47 +244,66 @@ Block Executor::take(int layer, std::chrono::milliseconds limit) {
   auto lock = locked();
   static_cast<void>(definition_of(layer));
   const auto index = static_cast<size_t>(layer);
-  const LoadPointer load = loads_[index] ? loads_[index] : start(layer, true);
+  if (!loads_[index] && !wait_for_memory(lock, deadline)) return nullptr;
+  const LoadPointer load = loads_[index] ? loads_[index] : start(layer, true, false);
   // Where nothing is converted, all is there when the transfer is over.
   const bool waits = !load->ready && (load->definition->layout.staged > 0 || !load->ticket->done());
-  if (!load->ready && !load->claimed) {
+  if (!load->ready && !load->claimed && arrives(*load, lock, deadline) && !load->claimed) {
+    load->claimed = true;
+    std::erase(to_decode_, load);
     lock.unlock();
-    bool arrived = true;
-    try {
-      arrived = load->ticket->wait_for(limit);
-    } catch (const Error&) {  // complete() keeps it
-    }
+    complete(*load, false);
     lock.lock();
-    if (arrived && !load->claimed) {
-      load->claimed = true;
-      std::erase(to_decode_, load);
-      lock.unlock();
-      complete(*load, false);
-      lock.lock();
-    }
   }
-  changed_.wait_until(lock, deadline, [&] { return load->ready; });
+  changed_->wait_until(lock, deadline, [&] { return load->ready; });
   if (waits) note({Event::Kind::kWait, layer, 0, false, asked, now()});
   if (!load->ready) {
     load->looked_at = true;
     return nullptr;
   }
+  PEFTDS_CHECK(!closed_, kInvalidArgument, "the executor was closed");
   if (loads_[index] == load) loads_[index] = nullptr;
   if (load->failure) std::rethrow_exception(load->failure);
   ++(load->demanded ? counts_.demanded : waits || load->looked_at ? counts_.waited : counts_.ready);
   return load->block;
 }
 
+/// Waits for a load's transfer without the lock; returns whether it is over, well or not.
+bool Executor::arrives(const Load& load, std::unique_lock<std::mutex>& lock, Clock::time_point deadline) {
+  lock.unlock();
+  bool arrived = true;
+  try {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    arrived = load.ticket->wait_for(std::max(left, std::chrono::milliseconds(0)));
+  } catch (const Error&) {  // complete() keeps it
+  }
+  lock.lock();
+  return arrived;
+}
+
+/// What was dropped holds its memory until its reads are over, and the plan has not counted on that: before
+/// then nothing more is read. Returns whether that time has come.
+bool Executor::wait_for_memory(std::unique_lock<std::mutex>& lock, Clock::time_point deadline) {
+  while (!discarded_.empty()) {
+    const LoadPointer load = discarded_.front();
+    if (!arrives(*load, lock, deadline)) return false;
+    if (load->claimed && !changed_->wait_until(lock, deadline, [&] { return load->ready; })) return false;
+    PEFTDS_CHECK(!closed_, kInvalidArgument, "the executor was closed");
+    sweep();
+  }
+  return true;
+}
+
 void Executor::decode_in_background(const LoadPointer& load) {
   to_decode_.push_back(load);
   if (!decoder_) decoder_ = std::make_unique<std::thread>([this] { run(); });
-  changed_.notify_all();
+  changed_->notify_all();
 }
 
 void Executor::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [this] { return closed_ || !to_decode_.empty(); });
+    changed_->wait(lock, [this] { return closed_ || !to_decode_.empty(); });
     if (closed_) return;
     const LoadPointer load = to_decode_.front();
     lock.unlock();
@@ -326,7 +347,7 @@ void Executor::complete(Load& load, bool background) {
     if (load.definition->layout.staged > 0)
       note({Event::Kind::kDecode, load.layer, load.definition->layout.bytes, background, begun, decoded});
   }
-  changed_.notify_all();
+  changed_->notify_all();
 }
 
 void Executor::decode(Load& load, int threads) const {
@@ -363,11 +384,12 @@ Counts Executor::counts() const {
 void Executor::close() {
   if (getpid() != process_) {  // the thread is not in this process, nor are the transfers
     static_cast<void>(decoder_.release());
+    static_cast<void>(changed_.release());  // destroying it would wait for those who wait for it
     return;
   }
   std::unique_lock lock(mutex_);
   closed_ = true;
-  changed_.notify_all();
+  changed_->notify_all();
   const std::unique_ptr<std::thread> decoder = std::move(decoder_);
   const auto loads = std::exchange(loads_, {});
   const auto discarded = std::exchange(discarded_, {});

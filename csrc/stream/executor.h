@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -50,8 +51,18 @@ struct Layout {
 /// One use of a layer, in the order of a pass that repeats.
 struct Use {
   int layer = 0;
-  bool reads = false;  // when its turn comes it must have been read
-  int reach = 0;       // during it, those of the next so many uses that must be read may be under way
+  bool reads = false;    // when its turn comes it must have been read
+  int reach = 0;         // during it, those of the next so many uses that must be read may be under way
+  bool counted = false;  // its memory is not one of the two places for the layer in use and the next one
+};
+
+/// Where a pass is in the order.
+struct Step {
+  std::optional<size_t> position;              // the use that begins; none where the pass is in no order
+  int demanded = -1;                           // a layer to read before all others, which is taken next
+  int resident = -1;                           // the layer of this use, if it is in memory already
+  int most = std::numeric_limits<int>::max();  // layers that may be on their way
+  bool between = false;  // no layer is in use, and the use at `position` comes next: it is read ahead, too
 };
 
 /// What happened, for statistics and traces. Times are nanoseconds of the steady clock.
@@ -94,10 +105,8 @@ class Executor {
   /// The order that is followed from now on; an empty one foretells nothing.
   void follow(std::vector<Use> order);
 
-  /// The use at `position` of the order begins (none: it is in no order): starts the reads that its reach
-  /// allows, `most` at a time, and drops what nobody is going to use. Before those, `demanded` is read, if
-  /// not negative; it must be taken next. `resident` is in memory already.
-  void advance(std::optional<size_t> position, int demanded, int resident, int most);
+  /// Starts the reads that the reach of a use allows, and drops what nobody is going to use.
+  void advance(const Step& step);
 
   /// Returns a layer's block when it is ready, or null after `limit`. Throws what went wrong (FileError),
   /// once; the next call reads anew.
@@ -122,12 +131,15 @@ class Executor {
 
   [[nodiscard]] std::unique_lock<std::mutex> locked() const;
   const Definition& definition_of(int layer) const;
-  [[nodiscard]] int64_t block_size(const Definition& definition) const;
-  LoadPointer start(int layer, bool demanded);
-  [[nodiscard]] std::vector<int> coming(size_t position, int most) const;
-  void read_ahead(const std::vector<int>& layers);
+  [[nodiscard]] int64_t most_memory(const Definition& definition, bool counted) const;
+  LoadPointer start(int layer, bool demanded, bool counted);
+  [[nodiscard]] std::vector<Use> coming(const Step& step) const;
+  void read_ahead(const std::vector<Use>& uses);
   void discard(int layer);
   void sweep();
+  bool arrives(const Load& load, std::unique_lock<std::mutex>& lock,
+               std::chrono::steady_clock::time_point deadline);
+  bool wait_for_memory(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point deadline);
   void decode_in_background(const LoadPointer& load);
   void run();
   void complete(Load& load, bool background);
@@ -140,7 +152,7 @@ class Executor {
   const int threads_;
 
   mutable std::mutex mutex_;  // guards all below, and the state of loads
-  std::condition_variable changed_;
+  std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   std::vector<std::shared_ptr<const Definition>> definitions_;  // by layer
   std::vector<LoadPointer> loads_;                              // by layer
   std::vector<LoadPointer> discarded_;                          // whose reads may be under way

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 from pathlib import Path
@@ -44,17 +45,33 @@ class TraceFile:
         """
         self._path, self._ending, self._size = path, ending, 0
         try:
-            self._file = path.open("wb", buffering=0)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)  # not emptied yet
+            self._file = os.fdopen(descriptor, "wb", buffering=0)
         except (IsADirectoryError, ValueError) as error:
             reason = "it is a folder" if isinstance(error, OSError) else str(error)
             raise ConfigError(f"trace: {str(path)!r}: {reason}; give the path of a file to write") from error
         except OSError as error:
             raise _refused(error, path) from error
         try:
+            self._take(path)
             self._write(header)
         except OSError as error:
             self._file.close()
             raise _refused(error, path) from error
+
+    def _take(self, path: Path) -> None:
+        """Empty the file, unless somebody else writes to it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ConfigError(
+                f"trace: {str(path)!r} is being written by another engine or run; give each a file of its own"
+            ) from error
+        except OSError:  # a file system without locks
+            logger.info("the trace %s cannot be locked: let nobody else write to it", path)
+        if os.fstat(self._file.fileno()).st_size:
+            self._file.truncate(0)
 
     def append(self, text: str) -> None:
         """Write ``text`` as a whole; if that fails, end the file before it, and say so once in the log.

@@ -280,7 +280,9 @@ class PendingRecords:
         """
         for ticket in self._tickets:
             ticket.wait()
-        found = {key: pages.tensor() for key, pages in self._pages.items()}
+        found = {}
+        for key in list(self._pages):
+            found[key] = self._pages.pop(key).tensor()  # what was converted goes before the next one comes
         if self._reads is not None:
             found |= zip(self._swapped, self._reads.wait(), strict=True)
         return [found[key] for key in self._keys]

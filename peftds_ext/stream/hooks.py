@@ -120,7 +120,10 @@ def hook(layer: Layer, number: int, coordinator: Callable[[], LayerCoordinator])
         coordinator().leave_forward(number, outputs)
         _on_gradient(outputs, lambda: coordinator().enter_backward(number))
 
-    return [layer.module.register_forward_pre_hook(before), layer.module.register_forward_hook(after)]
+    return [
+        layer.module.register_forward_pre_hook(before),
+        layer.module.register_forward_hook(after, always_call=True),
+    ]
 
 
 def _on_gradient(outputs: list[Any], call: Callable[[], None]) -> None:

@@ -49,6 +49,7 @@ class Pipeline:
         self._plans: dict[tuple[int, ...], tuple[PlannedUse, ...]] = {}
         self._plan: tuple[PlannedUse, ...] | None = None
         self._staying: set[int] = set()
+        self._for_the_next: int | None = None  # the layer that stays since it is used again at once
         self._latest = -1
         self.uses = 0
         """Uses of layers that have something on the disk."""
@@ -90,7 +91,11 @@ class Pipeline:
 
         There are such where the pass takes another turn than the plan has counted on.
         """
-        return self._in_excess(beside=layer)
+        going = self._in_excess(beside=layer)
+        if self._for_the_next in self._staying - {layer}:  # kept for a use at once, which does not come
+            self._staying.discard(self._for_the_next)
+            going.append(self._for_the_next)
+        return going
 
     def enter(self, layer: int, *, resident: bool) -> list[Tensor]:
         """The use of a layer begins; reads the next ones ahead.
@@ -122,21 +127,33 @@ class Pipeline:
                 for offset, source in self._tensors[layer]
             ]
 
-    def _advance(self, **use: int) -> None:
-        """Let the executor read ahead: one layer where more stays than the plan has counted on."""
-        if self._plan is None:
-            self._executor.advance(None, **use)
-            return
-        position = self._orders.position - 1
-        as_planned = self._staying <= self._plan[position].staying
-        limit = {} if as_planned else {"most": 1}
-        self._executor.advance(position, **limit, **use)
+    def rest(self) -> None:
+        """No layer is in use until the next one is, which may be long: read that one ahead as well."""
+        if self._plan is not None:
+            coming = self._orders.position % len(self._plan)
+            planned = self._plan[coming].staying | {self._plan[coming].layer}
+            self._executor.advance(coming, most=self._most(planned), between=True)
+
+    def _advance(self, *, demanded: int = -1, resident: int = -1) -> None:
+        """Let the executor read ahead along the plan."""
+        position, most = None, 0
+        if self._plan is not None:
+            position = self._orders.position - 1
+            most = self._most(self._plan[position].staying)
+        self._executor.advance(position, demanded=demanded, resident=resident, most=most)
+
+    def _most(self, planned: frozenset[int]) -> int:
+        """Layers that may be on their way: one where more stays than the plan has counted on."""
+        return len(self._sizes) if self._staying <= planned else 1
 
     def leave(self, layer: int) -> list[int]:
         """The use of a layer has ended; returns the layers that are to be let go."""
+        self._for_the_next = None
         if not self._is_kept(layer):
             return [layer, *self._in_excess(beside=self._latest)]
         self._staying.add(layer)
+        if self._plan is not None and self._plan[self._orders.position % len(self._plan)].layer == layer:
+            self._for_the_next = layer
         return self._in_excess(beside=layer)
 
     @property
@@ -183,7 +200,13 @@ class Pipeline:
                 self._plans = {**known, order: plan}
         if plan is not self._plan:
             self._plan = plan
-            self._executor.follow([(use.layer, use.reads, use.reach) for use in plan or ()])
+            counted = _counted(plan or ())
+            self._executor.follow(
+                [
+                    (use.layer, use.reads, use.reach, counts)
+                    for use, counts in zip(plan or (), counted, strict=True)
+                ]
+            )
 
     def _is_kept(self, layer: int) -> bool:
         position = self._orders.position - 1
@@ -204,3 +227,16 @@ class Pipeline:
             self._staying.discard(other)
             going.append(other)
         return going
+
+
+def _counted(plan: Sequence[PlannedUse]) -> list[bool]:
+    """Tell for each use whether what is read for it takes of the budget later on.
+
+    What is used again at once keeps the place of the layer in use, and that is not the budget's.
+    """
+    counted = [False] * len(plan)
+    for use in range(2 * len(plan) - 1, -1, -1):  # twice, since the order repeats
+        this, after = plan[use % len(plan)], plan[(use + 1) % len(plan)]
+        again = counted[(use + 1) % len(plan)] if after.layer == this.layer else True
+        counted[use % len(plan)] = this.kept and again
+    return counted

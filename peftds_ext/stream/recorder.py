@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from peftds_ext import _native
 from peftds_ext.observe.stats import StepStats, TierStats, union_length
@@ -19,6 +19,7 @@ LAYERS, WAITS, DECODER = "layers", "waits", "decoder"
 transfers, which overlap, are ``disk 0``, ``disk 1``, ..."""
 
 Interval = tuple[int, int]
+_WRITTEN_AT_ONCE: Final = 1000
 
 
 class Recorder:
@@ -49,6 +50,9 @@ class Recorder:
         if started is not None:
             since, how = started
             self._spans.append(Span(LAYERS, f"{how} {self._names[layer]}", since, time.monotonic_ns()))
+            if self._trace is not None and len(self._spans) >= _WRITTEN_AT_ONCE:  # inference ends no step
+                self._trace.add(self._spans)
+                self._spans.clear()
 
     def end_step(self, executor: Executor | None, optimizer_began: int) -> None:
         """A step has ended, and the next one begins; the optimizer's part began at a time of this clock."""

@@ -121,6 +121,23 @@ void check_against_model(uint32_t seed, Size random_size) {
   CHECK(arena.usage().live == 0 && !account->wrong());
 }
 
+TEST(a_larger_mapping_serves_where_it_may) {
+  Arena arena;
+  std::optional<Arena::Buffer> large(arena.allocate(10 * Arena::kPage));
+  std::byte* data = large->data();
+  large.reset();
+  {
+    const auto other = arena.allocate(4 * Arena::kPage, 9 * Arena::kPage);
+    CHECK(other.data() != data, "a mapping that is too large was used");
+  }
+  large.emplace(arena.allocate(10 * Arena::kPage));
+  data = large->data();
+  large.reset();
+  const auto smaller = arena.allocate(4 * Arena::kPage + 1, 10 * Arena::kPage);
+  CHECK(smaller.data() == data && smaller.size() == 4 * Arena::kPage + 1, smaller.size());
+  CHECK(arena.usage().live == 10 * Arena::kPage, "the whole mapping is in use: ", arena.usage().live);
+}
+
 }  // namespace
 
 TEST(a_random_life_with_few_sizes) {

@@ -72,8 +72,8 @@ struct Model {
 
 std::vector<Use> sweep(int layers, int reach) {
   std::vector<Use> order;
-  for (int layer = 0; layer < layers; ++layer) order.push_back({layer, true, reach});
-  for (int layer = layers - 1; layer >= 0; --layer) order.push_back({layer, true, reach});
+  for (int layer = 0; layer < layers; ++layer) order.push_back({layer, true, reach, false});
+  for (int layer = layers - 1; layer >= 0; --layer) order.push_back({layer, true, reach, false});
   return order;
 }
 
@@ -85,7 +85,7 @@ TEST(a_sweep_has_the_bytes_of_the_file) {
     executor->follow(order);
     for (int pass = 0; pass < 3; ++pass)
       for (size_t use = 0; use < order.size(); ++use) {
-        executor->advance(use, order[use].layer, -1, kAll);
+        executor->advance({use, order[use].layer, -1, kAll});
         model.check(order[use].layer, executor->take(order[use].layer, kLong));
       }
     const Counts counts = executor->counts();
@@ -103,17 +103,18 @@ TEST(random_orders_positions_and_reaches_have_the_bytes_of_the_file) {
   const auto executor = model.executor();
   for (int round = 0; round < 60; ++round) {
     std::vector<Use> order;
-    for (int use = 0; use < 1 + below(12); ++use) order.push_back({below(8), below(4) != 0, below(5)});
+    for (int use = 0; use < 1 + below(12); ++use)
+      order.push_back({below(8), below(4) != 0, below(5), below(2) != 0});
     executor->follow(order);
     for (int step = 0; step < 12; ++step) {
       const bool foretold = below(5) != 0;
       const int layer = below(8);
       const auto position = static_cast<size_t>(below(static_cast<int>(order.size())));
       if (below(6) == 0) {
-        executor->advance(foretold ? std::optional(position) : std::nullopt, -1, layer, kAll);
+        executor->advance({foretold ? std::optional(position) : std::nullopt, -1, layer, kAll});
         continue;
       }
-      executor->advance(foretold ? std::optional(position) : std::nullopt, layer, -1, kAll);
+      executor->advance({foretold ? std::optional(position) : std::nullopt, layer, -1, kAll});
       if (below(8) == 0) executor->drop(layer);
       model.check(layer, executor->take(layer, kLong));
     }
@@ -148,7 +149,7 @@ TEST(numbers_are_converted_while_they_are_read) {
   for (int pass = 0; pass < 40; ++pass)
     for (size_t use = 0; use < 8; ++use) {
       const int layer = use < 4 ? static_cast<int>(use) : 7 - static_cast<int>(use);
-      executor.advance(use, layer, -1, kAll);
+      executor.advance({use, layer, -1, kAll});
       const Block block = executor.take(layer, kLong);
       const std::byte* at = block->data() + layouts[static_cast<size_t>(layer)].offsets[0];
       for (size_t i = 0; i < numbers.size(); i += 97) {
@@ -166,7 +167,7 @@ TEST(a_failed_read_reaches_who_needs_the_layer_once) {
   const Model model(3, peftds::io::Method::kThreads, "read:eio@1");
   const auto executor = model.executor();
   executor->follow(sweep(3, 2));
-  executor->advance(2, -1, -1, kAll);  // layers 2 and 1 are read ahead
+  executor->advance({2, -1, -1, kAll});  // layers 2 and 1 are read ahead
   int failures = 0;
   for (const int layer : {2, 1, 0, 2, 1, 0}) {
     try {
@@ -203,18 +204,28 @@ TEST(no_more_is_read_ahead_than_is_asked_for) {
   const Model model(6);
   const auto executor = model.executor();
   executor->follow(sweep(6, 4));
-  executor->advance(0, -1, -1, 2);
+  executor->advance({0, -1, -1, 2});
   for (int layer = 1; layer <= 3; ++layer) model.check(layer, executor->take(layer, kLong));
   CHECK(executor->counts().demanded == 1, executor->counts().demanded);
+}
+
+TEST(between_passes_the_next_layer_is_read_ahead_too) {
+  const Model model(4);
+  const auto executor = model.executor();
+  executor->follow(sweep(4, 1));
+  executor->advance({0, -1, -1, kAll, true});
+  model.check(0, executor->take(0, kLong));
+  model.check(1, executor->take(1, kLong));
+  CHECK(executor->counts().demanded == 0, executor->counts().demanded);
 }
 
 TEST(layers_out_of_the_plans_sight_are_dropped) {
   const Model model(6);
   const auto executor = model.executor();
   executor->follow(sweep(6, 4));
-  executor->advance(0, -1, -1, kAll);
+  executor->advance({0, -1, -1, kAll});
   executor->follow({});
-  executor->advance(std::nullopt, -1, -1, kAll);
+  executor->advance({std::nullopt, -1, -1, kAll});
   CHECK(executor->counts().vain == 4, executor->counts().vain);
   model.check(3, executor->take(3, kLong));
   CHECK(executor->counts().demanded == 1, executor->counts().demanded);
@@ -248,13 +259,39 @@ TEST(closing_in_the_middle_leaves_no_thread_and_refuses_what_comes_after) {
       }
     const auto executor = model.executor();
     executor->follow(sweep(4, 4));
-    executor->advance(0, -1, -1, kAll);
+    executor->advance({0, -1, -1, kAll});
     executor->close();
     executor->close();
     CHECK_THROWS(executor->take(0, kLong), kInvalidArgument);
-    CHECK_THROWS(executor->advance(0, 0, -1, kAll), kInvalidArgument);
+    CHECK_THROWS(executor->advance({0, 0, -1, kAll}), kInvalidArgument);
   }
   check_thread_count(before);
+}
+
+TEST(closing_while_another_thread_waits_ends_its_wait) {
+  const Model model(1, peftds::io::Method::kThreads, "read:delay=100@1+");
+  const auto executor = model.executor();
+  std::thread closer([&] {
+    std::this_thread::sleep_for(milliseconds(20));
+    executor->close();
+  });
+  CHECK_THROWS(executor->take(0, kLong), kInvalidArgument);
+  closer.join();
+}
+
+TEST(what_is_dropped_is_over_before_more_is_read_than_the_plan_counts_on) {
+  const Model model(4, peftds::io::Method::kThreads, "read:delay=20@1+");
+  const auto executor = model.executor();
+  int64_t largest = 0;
+  for (const Layout& layout : model.layouts) largest = std::max(largest, layout.bytes);
+  for (int round = 0; round < 6; ++round) {
+    executor->follow(sweep(4, 1));
+    executor->advance({1, -1, -1, kAll});  // layer 2 is on its way,
+    executor->follow({});
+    executor->advance({std::nullopt, round % 2, -1, kAll});  // and another is wanted
+    model.check(round % 2, executor->take(round % 2, kLong));
+  }
+  CHECK(model.arena.usage().peak_live <= 2 * largest, model.arena.usage().peak_live, " of ", 2 * largest);
 }
 
 TEST(wrong_arguments_are_refused) {
@@ -266,8 +303,8 @@ TEST(wrong_arguments_are_refused) {
   CHECK_THROWS(executor.define(0, {{model.file, 0, 10, 9, std::nullopt, false}}), kInvalidArgument);
   CHECK_THROWS(executor.define(0, {{model.file, 2, 8, 8, Cast{DType::kFloat32, DType::kBFloat16}, false}}),
                kInvalidArgument);
-  CHECK_THROWS(executor.follow({{3, true, 1}}), kInvalidArgument);
-  CHECK_THROWS(executor.advance(0, -1, -1, kAll), kInvalidArgument);
+  CHECK_THROWS(executor.follow({{3, true, 1, false}}), kInvalidArgument);
+  CHECK_THROWS(executor.advance({0, -1, -1, kAll}), kInvalidArgument);
 }
 
 TEST(a_tensor_without_bytes_is_zeros) {
@@ -282,9 +319,23 @@ TEST(a_forked_child_is_told_to_make_its_own) {
   const Model model(2);
   const auto executor = model.executor();
   executor->follow(sweep(2, 2));
-  executor->advance(0, -1, -1, kAll);
+  executor->advance({0, -1, -1, kAll});
   CHECK(succeeds_in_child([&] { CHECK_THROWS(executor->take(1, kLong), kInvalidArgument); }));
   model.check(1, executor->take(1, kLong));
+}
+
+TEST(a_forked_child_can_drop_it_although_its_thread_is_not_there) {
+  Model model(2);
+  for (auto& sources : model.sources)
+    for (Source& source : sources) {
+      source.cast = Cast{DType::kFloat32, DType::kBFloat16};
+      source.size &= ~3;
+    }
+  auto executor = model.executor();
+  executor->follow(sweep(2, 2));
+  executor->advance({0, -1, -1, kAll});  // makes the thread
+  static_cast<void>(executor->take(1, kLong));
+  CHECK(succeeds_in_child([&] { executor.reset(); }));
 }
 
 }  // namespace

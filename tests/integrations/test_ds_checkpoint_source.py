@@ -334,3 +334,61 @@ def test_what_excludes_weights_in_place_is_said(runner: Runner, change: str, err
     said = runner.one(refused, change=change).result
     assert said.startswith(f"{error}: ")
     assert named in said
+
+
+def after_the_end(run: Run) -> dict[str, Any]:
+    """Fail in the middle of generation and go on, fail to save, change a weight after the engine's end."""
+    import deepspeed
+
+    import peftds_ext
+
+    checkpoint = saved(run.tmp / "model", dtype="fp32", num_hidden_layers=4)
+    config = configured(run, "checkpoint", 0)
+    engine = run.initialize(
+        lora_on(built(run, "checkpoint", checkpoint, config), fp32_adapters=False), config
+    )
+    train_step(engine, batches(1)[0])
+    layer = engine.module.base_model.model.model.layers[2]
+
+    def generate() -> None:
+        with torch.no_grad():
+            engine.module.generate(input_ids=batches(1)[0][:, :4], max_new_tokens=4, do_sample=False)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    generate()
+    handle = layer.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        generate()
+    handle.remove()
+    generate()
+    coordinator = engine.optimizer.parameter_offload.param_coordinator
+    counts = coordinator._fetch.pipeline.executor.counts()
+    before = counts.demanded
+    generate()
+    result = {"demanded": coordinator._fetch.pipeline.executor.counts().demanded - before}
+    result["in use"] = list(coordinator._in_forward)
+    with pytest.raises(Exception):  # noqa: B017 - whatever torch raises for a folder that is a file
+        engine.save_checkpoint(str(checkpoint / "model.safetensors"))
+    result["exposed"] = len(swapper_of(engine)._exposed)
+    engine.destroy()
+    weight = engine.module.base_model.model.lm_head.weight
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        weight.data.fill_(0.5)
+    with deepspeed.zero.GatheredParameters([weight]):
+        result["changed"] = bool((weight == 0.5).all())
+    base = peftds_ext.from_pretrained(
+        type(engine.module.base_model.model), checkpoint, config=config, torch_dtype=torch.float16
+    )
+    result["dtype"] = str(next(base.parameters()).dtype)
+    return result
+
+
+def test_failures_leave_nothing_behind(runner: Runner) -> None:
+    result = runner.one(after_the_end).result
+    assert result["in use"] == []
+    assert result["demanded"] <= 8  # of 4 x 6 reads: else the order is not foretold any more
+    assert result["exposed"] == 0
+    assert result["changed"]
+    assert result["dtype"] == "torch.float16"

@@ -14,6 +14,7 @@ from ds_nvme import (
     batches,
     configured,
     lora_on,
+    placement,
     result_of,
     shape_for_disk,
     swapper_of,
@@ -310,3 +311,27 @@ def engines_one_after_another(run: Run) -> list[int]:
 
 def test_an_engine_that_is_destroyed_and_dropped_takes_its_folder_along(runner: Runner) -> None:
     assert runner.one(engines_one_after_another).result == [0, 0]
+
+
+def restored_in_one_buffer(run: Run, device: str) -> list[list[float]]:
+    """Train adapters of which some lie on the disk and others in memory, and go back to a checkpoint."""
+    offload = {"max_in_cpu": 0} if device == "nvme" else {}
+    config = configured(run, device, run.tmp / "disk", {}, offload)
+    whole = lora_on(shape_for_disk(), rank_pattern={"q_proj": 1024})
+    engine = run.initialize(whole, config)
+    if device == "nvme":
+        found = placement(engine)
+        assert found["trainable"] > 0
+        assert found["memory"] > 0
+    losses = [[train_step(engine, batch) for batch in batches(2)]]
+    engine.save_checkpoint(str(run.tmp / "checkpoint"))
+    losses.append([train_step(engine, batch) for batch in batches(4)[2:]])
+    engine.load_checkpoint(str(run.tmp / "checkpoint"))
+    losses.append([train_step(engine, batch) for batch in batches(4)[2:]])
+    return losses
+
+
+def test_a_checkpoint_restores_what_is_in_memory_beside_what_is_on_the_disk(runner: Runner) -> None:
+    on_disk = runner.one(restored_in_one_buffer, device="nvme").result
+    assert on_disk[2] == on_disk[1]
+    assert on_disk == runner.one(restored_in_one_buffer, device="cpu").result

@@ -72,6 +72,8 @@ def from_pretrained(auto_class: Any, path: str | Path, *, config: Any, **kwargs:
     install()
     if "model_config" in kwargs:
         kwargs["config"] = kwargs.pop("model_config")
+    if "torch_dtype" in kwargs:  # its former name
+        kwargs["dtype"] = kwargs.pop("torch_dtype")
     kwargs.setdefault("dtype", _dtype(raw))
     checkpoint = read_checkpoint(Path(path))
     skeleton = load_skeleton(auto_class, path, checkpoint, **kwargs)

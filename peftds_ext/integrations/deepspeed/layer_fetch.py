@@ -78,6 +78,11 @@ class LayerFetch:
         """Tell whether a layer is the one that this pass began with, so that another pass begins here."""
         return self.pipeline is not None and self.pipeline.begins_again(layer)
 
+    def rest(self) -> None:
+        """A backward pass is over: no layer is in use until the next forward."""
+        if self.pipeline is not None:
+            self.pipeline.rest()
+
     def use(self, layer: int, *, backward: bool) -> None:
         """Make a layer's parameters available, and start reading those of the next ones.
 
@@ -157,8 +162,10 @@ class LayerFetch:
     def close(self) -> None:
         """End the reading ahead and the trace. Idempotent."""
         self._recorder.close()
-        if self.__dict__.get("pipeline") is not None:
-            self.__dict__["pipeline"].close()
+        for swapper in self._swappers() if self.pipeline is not None else ():
+            swapper.when_changed = _nobody_cares
+        if self.pipeline is not None:
+            self.pipeline.close()
 
     def _deactivate(self, layer: int) -> list[Any]:
         """Take a layer off its parameters' users; returns those without any."""
@@ -189,6 +196,10 @@ class LayerFetch:
             for parameter in gathered:
                 if _is_swapped(parameter):
                     parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
+
+
+def _nobody_cares(parameter: Any) -> None:
+    pass
 
 
 def _each(groups: Iterable[Iterable[Any]]) -> Iterable[Any]:

@@ -50,6 +50,13 @@ class ZeroCoordinator(LayerCoordinator):
                 tensor.is_external_param = True
         super().leave_forward(layer, outputs)
 
+    def release_backward_leftovers(self) -> None:
+        """Let the layers go whose backward ran last; the optimizer's step comes next."""
+        was_backward = bool(self._in_backward)
+        super().release_backward_leftovers()
+        if was_backward:
+            self._fetch.rest()
+
     def reset_step(self) -> None:
         """The model's forward begins; an exception in the last one may have left layers in use."""
         self.begin_pass()

@@ -68,7 +68,7 @@ class ParameterSwapper:
         self.when_changed: Callable[[Any], None] = lambda param: None
         """Is told of each parameter whose bytes on the disk are going to be other than they were."""
         raw: Mapping[str, Any] = ds_config._param_dict
-        root = Path(ds_config.zero_config.offload_param.nvme_path)
+        root = Path(ds_config.zero_config.offload_param.nvme_path).absolute()
         self._item_bytes = model_dtype.itemsize
         self._threshold = max(_MIN_SWAPPED_BYTES, int(ds_config.aio_config["block_size"]))
         self._budget = memory_budget(raw, self._item_bytes)

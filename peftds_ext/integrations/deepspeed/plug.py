@@ -17,7 +17,7 @@ from peftds_ext.integrations.deepspeed import client_optimizer, cpu_adam, shm_co
 from peftds_ext.integrations.deepspeed.conflicts import check_conflicts
 from peftds_ext.integrations.deepspeed.offload import offloads_optimizer, offloads_parameters_to_nvme
 from peftds_ext.integrations.deepspeed.section import load_config, read_section
-from peftds_ext.integrations.deepspeed.stage3_nvme import note_loads
+from peftds_ext.integrations.deepspeed.stage3_nvme import note_checkpoints
 from peftds_ext.integrations.deepspeed.swapper_seam import SwapperSeam, check_nvme_path, check_source
 from peftds_ext.integrations.deepspeed.switch import engine_enabled
 from peftds_ext.integrations.deepspeed.versions import check_deepspeed
@@ -165,7 +165,7 @@ def _tell(engine: Any, raw: Mapping[str, Any]) -> None:
             )
         else:
             parts.append("parameters on NVMe")
-            note_loads(engine)
+            note_checkpoints(engine)
     if read_section(raw).trace is not None and not hasattr(engine.optimizer, "parameter_offload"):
         logger.warning("peftds_ext.trace: nothing is traced, since parameters are not offloaded under ZeRO-3")
     if parts:

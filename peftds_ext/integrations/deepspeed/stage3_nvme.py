@@ -115,19 +115,27 @@ class NvmeCheckpoints(Stage3Seam):
             if param.nvme_swapper.has(param):
                 param.nvme_swapper.update_partition(param, values)
                 param.nvme_swapper.remove_partition_and_release_buffers([param])
+            else:  # DeepSpeed has counted on what is in memory alone, and given it other places of the buffer
+                param.ds_tensor.data = values.clone()
 
 
-def note_loads(engine: Any) -> None:
-    """Let the optimizer know when its engine loads a checkpoint: its events are the same as for a save."""
-    stock = engine.load_checkpoint
+def note_checkpoints(engine: Any) -> None:
+    """Let the optimizer know when its engine loads a checkpoint, whose events are the same as for a save.
 
+    Of either one that fails DeepSpeed does not tell the end.
+    """
+    engine.load_checkpoint = _noted(engine, engine.load_checkpoint, loads=True)
+    engine.save_checkpoint = _noted(engine, engine.save_checkpoint, loads=False)
+
+
+def _noted(engine: Any, stock: Any, *, loads: bool) -> Any:
     @functools.wraps(stock)
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        engine.optimizer._peftds_loading = True
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        engine.optimizer._peftds_loading = loads
         try:
             return stock(*args, **kwargs)
         finally:
             engine.optimizer._peftds_loading = False
-            engine.optimizer._cover(keep_changes=False)  # there is something to cover only if the load failed
+            engine.optimizer._cover(keep_changes=False)  # there is something to cover only after a failure
 
-    engine.load_checkpoint = load_checkpoint
+    return noted
