@@ -20,7 +20,6 @@ from report import Report
 pytestmark = pytest.mark.timeout(7200)
 
 WORKER = Path(__file__).with_name("start_worker.py")
-BUDGET = 256_000_000
 LOSS_TOLERANCE = 1e-3
 """Relative, after the same steps; DeepSpeed's hooks change the order of sums."""
 
@@ -75,7 +74,7 @@ def report(
     checkpoint = write_checkpoint(shape, folder / "checkpoint")
     settings = {"stock": configs(shape, folder)["stock_disk"][1]}
     settings["ours"] = configs(shape, folder)["ours_checkpoint_0"][1]
-    settings["ours"]["peftds_ext"]["params"]["host_bytes"] = BUDGET
+    settings["ours"]["peftds_ext"]["params"]["host_bytes"] = pytestconfig.getoption("budget")
     starts, not_measured = [], {}
     for kind, config in settings.items():
         arguments = ["--kind", kind, "--checkpoint", str(checkpoint), "--tokens", str(shape["tokens"])]

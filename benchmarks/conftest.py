@@ -49,6 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     stream_group.addoption(
         "--checkpointing", action="store_true", help="compute activations again in the backward pass"
     )
+    stream_group.addoption(
+        "--budget", type=int, default=0, help="params.host_bytes of ours in bench_start.py (default 0)"
+    )
     for name, default, meaning in (
         ("hidden", 1024, "width of the model"),
         ("layers", 12, "decoder layers"),
