@@ -194,18 +194,20 @@ class SwapFile:
             StorageError: its last write failed.
         """
         self._refuse_unwritten(key)
-        with self._lock:
-            if self._manifest.is_due():
-                self._publish_if_there_is_room()
         extent = self._extents[key]
         return self._file, extent.offset, extent.dtype, extent.numel
 
     def compare(self, key: str, tensor: Tensor) -> None:
         """Compare what was read of a record with its checksums, where the settings want that.
 
+        Every read ends here, and with it the manifest is published where that is due.
+
         Raises:
             CorruptDataError: other bytes are there than were written.
         """
+        with self._lock:
+            if self._manifest.is_due():
+                self._publish_if_there_is_room()
         extent = self._extents[key]
         if self._is_to_compare(extent):
             self._judge(key, extent, checksums(tensor, _CHECKSUM_BLOCK))

@@ -335,3 +335,24 @@ def test_a_checkpoint_restores_what_is_in_memory_beside_what_is_on_the_disk(runn
     on_disk = runner.one(restored_in_one_buffer, device="nvme").result
     assert on_disk[2] == on_disk[1]
     assert on_disk == runner.one(restored_in_one_buffer, device="cpu").result
+
+
+def told_while_layers_are_streamed(run: Run) -> list[bool]:
+    """Train with nothing kept, and tell of each record whether its checksums are published."""
+    import json
+    import time
+
+    config = configured(run, "nvme", run.tmp / "disk", {}, {})
+    config["peftds_ext"]["params"] = {"host_bytes": 0}
+    engine = run.initialize(lora_on(shape_for_disk()), config)
+    train_step(engine, batches(1)[0])
+    time.sleep(1.2)  # longer than the first pause between two publications
+    train_step(engine, batches(1)[0])
+    manifest = json.loads(next((run.tmp / "disk").rglob("manifest.json")).read_text())
+    return [record["crc32c"] is not None for record in manifest["records"]]
+
+
+def test_checksums_are_published_while_layers_are_streamed(runner: Runner) -> None:
+    told = runner.one(told_while_layers_are_streamed).result
+    assert told
+    assert all(told)
