@@ -17,6 +17,7 @@ from peftds_ext.store.checkpoint_file import (
     MAX_HEADER_BYTES,
     CheckpointFile,
     CheckpointTensor,
+    check_header,
     check_unchanged,
     damaged,
     json_object,
@@ -28,7 +29,14 @@ from peftds_ext.store.checkpoint_file import (
     short,
 )
 
-__all__ = ["CheckpointFile", "CheckpointTensor", "check_unchanged", "read_checkpoint", "read_tensor"]
+__all__ = [
+    "CheckpointFile",
+    "CheckpointTensor",
+    "check_header",
+    "check_unchanged",
+    "read_checkpoint",
+    "read_tensor",
+]
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"

@@ -131,6 +131,23 @@ def check_unchanged(file: CheckpointFile, descriptor: int) -> None:
         )
 
 
+def check_header(file: CheckpointFile, descriptor: int) -> None:
+    """Make sure of :func:`check_unchanged`, and that the header is still the one that was read.
+
+    Times of a change can be too coarse, or set back; where tensors lie must not be taken on their word.
+
+    Raises:
+        CorruptDataError: it is another file, or was changed; the message says what differs.
+        StorageError: the system refused.
+    """
+    check_unchanged(file, descriptor)
+    if hashlib.sha256(_read_head(file.path, descriptor, file.size)).hexdigest() != file.header_sha256:
+        raise CorruptDataError(
+            f"{file.path}: the header of the checkpoint was changed while it was in use; leave it alone "
+            "during a run, and start the run again"
+        )
+
+
 def read_tensor(tensor: CheckpointTensor) -> torch.Tensor:
     """Return a copy of a tensor in new host memory; meant for small ones.
 

@@ -592,3 +592,19 @@ def test_the_errors_are_the_packages_own() -> None:
     assert issubclass(CheckpointError, PeftdsError)
     assert issubclass(CheckpointError, ValueError)
     assert not issubclass(CheckpointError, OSError)
+
+
+def test_another_header_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(4), "b": torch.ones(4)}, path)
+    file = read_checkpoint(path)["a"].file
+    status = path.stat()
+    with path.open("r+b") as opened:
+        checkpoint_file.check_header(file, opened.fileno())
+        opened.seek(path.read_bytes().index(b'"a"') + 1)
+        opened.write(b"c")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with path.open("rb") as opened:
+        checkpoint_file.check_unchanged(file, opened.fileno())
+        with pytest.raises(CorruptDataError, match=r"model.safetensors: the header"):
+            checkpoint_file.check_header(file, opened.fileno())

@@ -24,7 +24,7 @@ from peftds_ext.integrations.deepspeed.offload import NVME_PATH, offloads_parame
 from peftds_ext.integrations.deepspeed.plug import install
 from peftds_ext.integrations.deepspeed.section import load_config, read_section
 from peftds_ext.integrations.transformers import load_skeleton
-from peftds_ext.store.checkpoint import CheckpointTensor, check_unchanged, read_checkpoint, read_tensor
+from peftds_ext.store.checkpoint import CheckpointTensor, check_header, read_checkpoint, read_tensor
 from peftds_ext.store.records import Source, can_lie_in_place
 
 logger = logging.getLogger("peftds_ext")
@@ -211,7 +211,7 @@ def _init_class(stock: Any) -> Any:
             path = tensor.file.path
             if path not in self._peftds_files:
                 file = self.param_swapper.engine.open_file(path)
-                check_unchanged(tensor.file, file.descriptor)
+                check_header(tensor.file, file.descriptor)
                 self._peftds_files[path] = file
             return self._peftds_files[path]
 
