@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
@@ -112,7 +113,7 @@ class Stats(BaseModel):
     """The most bytes that were there at once."""
 
     pinned_bytes: Count
-    """Bytes of host memory that the system may not move, for fast copies."""
+    """Bytes of this process that the system may not move: locked, or registered for transfers."""
 
     python_entries: Count
     """Calls from Python into the engine."""
@@ -126,6 +127,13 @@ class Stats(BaseModel):
 
 def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
+
+
+def pinned_bytes() -> int:
+    """Return the bytes of this process that are pinned or locked (VmPin, VmLck: proc_pid_status(5))."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = dict(line.split(":", 1) for line in lines)
+    return sum(int(sizes[name].split()[0]) * 1024 for name in ("VmPin", "VmLck"))
 
 
 def union_length(intervals: Iterable[tuple[int, int]]) -> int:

@@ -33,6 +33,7 @@ def recorded(run: Run, device: str, budget: int = 0, trace: bool = False) -> dic
     seconds = time.monotonic() - started
     after = peftds_ext.stats(engine)
     usage = swapper_of(engine).engine.arena.usage() if device == "nvme" else None
+    method = swapper_of(engine).engine.method if device == "nvme" else ""
     pipeline = engine.optimizer.parameter_offload.param_coordinator._fetch.pipeline
     engine.destroy()
     return {
@@ -41,6 +42,7 @@ def recorded(run: Run, device: str, budget: int = 0, trace: bool = False) -> dic
         "after": json.loads(after.model_dump_json()),
         "seconds": seconds,
         "sizes": pipeline.sizes if pipeline else (),
+        "method": method,
         "peak": usage.peak_live if usage else 0,
         "trace": (run.tmp / "trace.json").read_text() if trace else None,
     }
@@ -64,6 +66,8 @@ def test_the_record_has_the_bytes_the_waits_and_the_uses(runner: Runner) -> None
     assert run["layers_used"] == STEPS * last["layers_used"]
     assert last["read_ahead_hit_rate"] is not None
     assert result["after"]["host_bytes_peak"] >= result["peak"]
+    # What io_uring reads into is registered with it; threads read into ordinary memory.
+    assert (result["after"]["pinned_bytes"] > 0) == (result["method"] == "io_uring")
     assert result["after"]["python_entries"] >= run["layers_used"]
 
 

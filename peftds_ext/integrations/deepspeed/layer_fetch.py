@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from peftds_ext.integrations.deepspeed.param_swapper import ParameterSwapper
-from peftds_ext.observe.stats import Stats
+from peftds_ext.observe.stats import Stats, pinned_bytes
 from peftds_ext.store.records import Source
 from peftds_ext.stream.layers import Layer
 from peftds_ext.stream.pipeline import Pipeline
@@ -155,14 +155,16 @@ class LayerFetch:
             steps=self._recorder.steps,
             host_bytes_held=held + sum(usage.live for usage in usages),
             host_bytes_peak=held + sum(usage.peak_live for usage in usages),
-            pinned_bytes=0,
+            pinned_bytes=pinned_bytes(),
             python_entries=entries,
         )
 
     def close(self) -> None:
         """End the reading ahead and the trace. Idempotent."""
         self._recorder.close()
-        for swapper in self._swappers() if self.pipeline is not None else ():
+        if "pipeline" not in self.__dict__:  # no layer was ever used
+            return
+        for swapper in self._swappers():
             swapper.when_changed = _nobody_cares
         if self.pipeline is not None:
             self.pipeline.close()
