@@ -245,7 +245,7 @@ Block Executor::take(int layer, std::chrono::milliseconds limit) {
   static_cast<void>(definition_of(layer));
   const auto index = static_cast<size_t>(layer);
   if (!loads_[index] && !wait_for_memory(lock, deadline)) return nullptr;
-  const LoadPointer load = loads_[index] ? loads_[index] : start(layer, true, false);
+  const LoadPointer load = loads_[index] ? loads_[index] : start(layer, true, true);
   // Where nothing is converted, all is there when the transfer is over.
   const bool waits = !load->ready && (load->definition->layout.staged > 0 || !load->ticket->done());
   if (!load->ready && !load->claimed && arrives(*load, lock, deadline) && !load->claimed) {

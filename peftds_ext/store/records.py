@@ -104,10 +104,6 @@ class Records:
             raise ValueError(f"{source.file.path}: record {key!r} cannot be used in place: {reason}")
         self._in_place[key] = source
 
-    def is_in_place(self, key: str) -> bool:
-        """Whether a record still is what lies in somebody else's file."""
-        return key in self._in_place
-
     @property
     def path(self) -> Path | None:
         """The swap file, if there is one."""
