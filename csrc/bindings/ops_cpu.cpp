@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "bindings/adam_args.h"
 #include "bindings/tensor_args.h"
 #include "kernels/cpu/kernels.h"
 
@@ -12,9 +13,11 @@ namespace {
 int threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 
 void adamw_step(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, std::optional<Tensor> out,
-                double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step,
-                double grad_scale, bool adamw_mode, bool bias_correction) {
-  const kernels::AdamArrays arrays = adam_arrays(param, grad, exp_avg, exp_avg_sq, out, step);
+                std::optional<Tensor> exp_avg_scale, std::optional<Tensor> exp_avg_sq_scale, double lr,
+                double beta1, double beta2, double eps, double weight_decay, int64_t step, double grad_scale,
+                bool adamw_mode, bool bias_correction, int64_t first_element, bool stochastic) {
+  const kernels::AdamArrays arrays = adam_arrays(
+      {param, grad, exp_avg, exp_avg_sq, out, exp_avg_scale, exp_avg_sq_scale}, step, first_element);
   const kernels::AdamSettings settings{.lr = lr,
                                        .beta1 = beta1,
                                        .beta2 = beta2,
@@ -23,7 +26,8 @@ void adamw_step(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, st
                                        .grad_scale = grad_scale,
                                        .step = step,
                                        .adamw_mode = adamw_mode,
-                                       .bias_correction = bias_correction};
+                                       .bias_correction = bias_correction,
+                                       .stochastic = stochastic};
   kernels::cpu::adam_step(arrays, settings, threads());
 }
 
@@ -59,8 +63,10 @@ void cast_into(Tensor input, Tensor out) {
 STABLE_TORCH_LIBRARY(peftds_ext, library) {
   library.def(
       "adamw_step_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
-      "Tensor(d!)? out=None, *, float lr, float beta1, float beta2, float eps, float weight_decay, "
-      "int step, float grad_scale=1.0, bool adamw_mode=True, bool bias_correction=True) -> ()");
+      "Tensor(d!)? out=None, *, Tensor(e!)? exp_avg_scale=None, Tensor(f!)? exp_avg_sq_scale=None, "
+      "float lr, float beta1, float beta2, float eps, float weight_decay, int step, "
+      "float grad_scale=1.0, bool adamw_mode=True, bool bias_correction=True, int first_element=0, "
+      "bool stochastic=True) -> ()");
   library.def("squared_norm(Tensor input) -> Tensor");
   library.def("accumulate_(Tensor(a!) buffer, Tensor grad, bool add) -> Tensor");
   library.def("cast_into(Tensor input, Tensor(a!) out) -> ()");

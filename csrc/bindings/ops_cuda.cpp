@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "bindings/adam_args.h"
 #include "bindings/tensor_args.h"
 #include "kernels/cuda/launch.h"
 
@@ -30,9 +31,14 @@ class OnDevice {
 };
 
 void adamw_step(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, std::optional<Tensor> out,
-                double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step,
-                double grad_scale, bool adamw_mode, bool bias_correction) {
-  const kernels::AdamArrays arrays = adam_arrays(param, grad, exp_avg, exp_avg_sq, out, step);
+                std::optional<Tensor> exp_avg_scale, std::optional<Tensor> exp_avg_sq_scale, double lr,
+                double beta1, double beta2, double eps, double weight_decay, int64_t step, double grad_scale,
+                bool adamw_mode, bool bias_correction, int64_t first_element, bool stochastic) {
+  const kernels::AdamArrays arrays = adam_arrays(
+      {param, grad, exp_avg, exp_avg_sq, out, exp_avg_scale, exp_avg_sq_scale}, step, first_element);
+  STD_TORCH_CHECK(!arrays.split && arrays.moments == kernels::MomentFormat::kFloat32,
+                  "compact states are stepped in host memory only: on CUDA, param, exp_avg and exp_avg_sq ",
+                  "must be float32");
   const kernels::AdamSettings settings{.lr = lr,
                                        .beta1 = beta1,
                                        .beta2 = beta2,
@@ -41,7 +47,8 @@ void adamw_step(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, st
                                        .grad_scale = grad_scale,
                                        .step = step,
                                        .adamw_mode = adamw_mode,
-                                       .bias_correction = bias_correction};
+                                       .bias_correction = bias_correction,
+                                       .stochastic = stochastic};
   const OnDevice device(param);
   kernels::cuda::launch_adam_step(arrays, kernels::adam_coefficients(settings), device.stream());
 }

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <optional>
 
-#include "kernels/adam_math.h"
 #include "kernels/dtype.h"
 
 namespace peftds::bindings {
@@ -28,12 +27,6 @@ inline DType dtype_of(const Tensor& tensor, const char* name) {
   return type == ScalarType::Half ? DType::kFloat16 : DType::kFloat32;
 }
 
-inline void check_float32(const Tensor& tensor, const char* name) {
-  const torch::headeronly::ScalarType type = tensor.scalar_type();
-  STD_TORCH_CHECK(type == torch::headeronly::ScalarType::Float, name, " must be float32, got ",
-                  torch::headeronly::toString(type));
-}
-
 inline void check_contiguous(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous; pass it through .contiguous() and ",
                   "copy the result back, or store it contiguously");
@@ -46,29 +39,6 @@ inline void check_like(const Tensor& tensor, const char* name, const Tensor& fir
   STD_TORCH_CHECK(tensor.numel() == first.numel(), name, " has ", tensor.numel(), " elements, but ",
                   first_name, " has ", first.numel());
   check_contiguous(tensor, name);
-}
-
-/// The arrays of adamw_step_, checked, on whatever device.
-inline kernels::AdamArrays adam_arrays(const Tensor& param, const Tensor& grad, const Tensor& exp_avg,
-                                       const Tensor& exp_avg_sq, const std::optional<Tensor>& out,
-                                       int64_t step) {
-  check_float32(param, "param");
-  check_contiguous(param, "param");
-  check_like(grad, "grad", param, "param");
-  check_like(exp_avg, "exp_avg", param, "param");
-  check_like(exp_avg_sq, "exp_avg_sq", param, "param");
-  check_float32(exp_avg, "exp_avg");
-  check_float32(exp_avg_sq, "exp_avg_sq");
-  STD_TORCH_CHECK(step >= 1, "step counts from 1, got ", step);
-  if (out.has_value()) check_like(*out, "out", param, "param");
-  return {.param = static_cast<float*>(param.mutable_data_ptr()),
-          .grad = grad.const_data_ptr(),
-          .grad_dtype = dtype_of(grad, "grad"),
-          .exp_avg = static_cast<float*>(exp_avg.mutable_data_ptr()),
-          .exp_avg_sq = static_cast<float*>(exp_avg_sq.mutable_data_ptr()),
-          .out = out.has_value() ? out->mutable_data_ptr() : nullptr,
-          .out_dtype = out.has_value() ? dtype_of(*out, "out") : DType::kFloat32,
-          .count = param.numel()};
 }
 
 /// Two arrays that an element-wise conversion goes between.

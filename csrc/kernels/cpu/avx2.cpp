@@ -9,9 +9,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "kernels/cpu/variants.h"
+#include "kernels/dynamic_map.h"
+#include "kernels/half.h"
 #include "kernels/macros.h"
 
 #pragma GCC push_options
@@ -65,6 +68,69 @@ struct Vec {
   static __m256 fma(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
   static __m256 sqrt(__m256 a) { return _mm256_sqrt_ps(a); }
   static __m256 div(__m256 a, __m256 b) { return _mm256_div_ps(a, b); }
+
+  // ---- patterns of 32 bits: signed integers, modulo 2^32 ----
+
+  using Bits = __m256i;
+
+  static __m256i bits(__m256 x) { return _mm256_castps_si256(x); }
+  static __m256 value(__m256i x) { return _mm256_castsi256_ps(x); }
+  static __m256i set1_bits(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+  static __m256i lane_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+  static __m256i load_bits(const uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static __m256i load_bits(const uint16_t* p) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static __m256i load_bits(const int16_t* p) {
+    return _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_bits(uint8_t* p, __m256i x) {  // of 0 to 255
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+  }
+  static void store_bits(uint16_t* p, __m256i x) {  // the lower halves
+    const __m256i low = _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), words);
+  }
+  static void store_bits(int16_t* p, __m256i x) { store_bits(reinterpret_cast<uint16_t*>(p), x); }
+
+  static __m256i add(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
+  static __m256i sub(__m256i a, __m256i b) { return _mm256_sub_epi32(a, b); }
+  static __m256i mul(__m256i a, __m256i b) { return _mm256_mullo_epi32(a, b); }
+  static __m256i min(__m256i a, __m256i b) { return _mm256_min_epi32(a, b); }
+  static __m256i max(__m256i a, __m256i b) { return _mm256_max_epi32(a, b); }
+  static __m256i bit_and(__m256i a, __m256i b) { return _mm256_and_si256(a, b); }
+  static __m256i bit_or(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
+  static __m256i bit_xor(__m256i a, __m256i b) { return _mm256_xor_si256(a, b); }
+  static __m256i sign_mask(__m256i x) { return _mm256_srai_epi32(x, 31); }
+  template <int kBits>
+  static __m256i shift_left(__m256i x) {
+    return _mm256_slli_epi32(x, kBits);
+  }
+  template <int kBits>
+  static __m256i shift_right(__m256i x) {
+    return _mm256_srli_epi32(x, kBits);
+  }
+  static __m256i high_half_of_product(__m256i x, uint16_t factor) {  // of x below 2^16
+    return _mm256_mulhi_epu16(x, _mm256_set1_epi32(factor));
+  }
+
+  static __m256 to_float(__m256i x) { return _mm256_cvtepi32_ps(x); }
+  static __m256i truncate(__m256 x) { return _mm256_cvttps_epi32(x); }
+  static __m256 min(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }  // a < b ? a : b
+  static __m256 max(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }  // a > b ? a : b
+  static __m256i if_nan(__m256 x, __m256i yes, __m256i no) {
+    return _mm256_blendv_epi8(no, yes, bits(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+  }
+  static __m256i add_one_if_reached(__m256i number, __m256 x, __m256 border) {
+    return sub(number, bits(_mm256_cmp_ps(x, border, _CMP_GE_OQ)));
+  }
+  static __m256 lookup(const Table& table, __m256i index) {  // of the lower 3 bits
+    return _mm256_permutevar8x32_ps(_mm256_load_ps(table.entries), index);
+  }
 
   struct SquareSum {
     __m256d lanes[4] = {};

@@ -3,10 +3,10 @@
 // includes this inside its own namespace and target region, after defining `Vec`:
 //   Value, kWidth; load, store and stream (past the caches, aligned) for float, BFloat16, Float16; fence;
 //   set1, add, mul, fma, sqrt, div;
+//   min and max, which return their second argument if one is a NaN;
+//   Bits and the operations on them, for adam.inl.h;
 //   SquareSum with add16(const T*) and total().
 // No include guard: it is meant to be included more than once.
-
-#include "kernels/adam_update.inl.h"
 
 /// A vector-sized copy of the last, partial vector of an array.
 template <class T>
@@ -19,66 +19,18 @@ struct Tail {
   }
 };
 
-// Where adam_range puts the new parameter: nowhere, through the caches, or past them.
-
-struct Nowhere {
-  void put(int64_t, Vec::Value) const {}
-  void put_last(int64_t, Vec::Value, int64_t) const {}
-  static void finish() {}
-};
-
-template <class T>
-struct Cached {
-  T* out;
-
-  void put(int64_t i, Vec::Value value) const { Vec::store(out + i, value); }
-  void put_last(int64_t i, Vec::Value value, int64_t rest) const {
-    Tail<T> tail(out + i, rest);
-    Vec::store(tail.buffer, value);
-    tail.write(out + i, rest);
+/// Calls `function` with a value of the element type.
+template <class Function>
+auto with_type(DType dtype, Function function) {
+  switch (dtype) {
+    case DType::kBFloat16: return function(BFloat16{});
+    case DType::kFloat16: return function(Float16{});
+    case DType::kFloat32: break;
   }
-  static void finish() {}
-};
-
-/// Saves reading the lines that are about to be written whole. `out` must be aligned to a whole vector.
-template <class T>
-struct Streamed : Cached<T> {
-  void put(int64_t i, Vec::Value value) const { Vec::stream(this->out + i, value); }
-  static void finish() { Vec::fence(); }
-};
-
-template <class Grad, class Sink>
-void adam_range(const AdamArrays& a, const AdamCoefficients& coefficients, Sink sink, int64_t begin,
-                int64_t end) {
-  const AdamCoefficients c = coefficients;  // a local copy stays in registers
-  const Grad* grad = static_cast<const Grad*>(a.grad);
-  int64_t i = begin;
-  for (; i + Vec::kWidth <= end; i += Vec::kWidth) {
-    Vec::Value p = Vec::load(a.param + i);
-    Vec::Value m = Vec::load(a.exp_avg + i);
-    Vec::Value v = Vec::load(a.exp_avg_sq + i);
-    adam_update<Vec>(Vec::load(grad + i), p, m, v, c);
-    Vec::store(a.param + i, p);
-    Vec::store(a.exp_avg + i, m);
-    Vec::store(a.exp_avg_sq + i, v);
-    sink.put(i, p);
-  }
-  if (const int64_t rest = end - i; rest > 0) {
-    Tail<float> param(a.param + i, rest), exp_avg(a.exp_avg + i, rest), exp_avg_sq(a.exp_avg_sq + i, rest);
-    Vec::Value p = Vec::load(param.buffer);
-    Vec::Value m = Vec::load(exp_avg.buffer);
-    Vec::Value v = Vec::load(exp_avg_sq.buffer);
-    adam_update<Vec>(Vec::load(Tail<Grad>(grad + i, rest).buffer), p, m, v, c);
-    Vec::store(param.buffer, p);
-    Vec::store(exp_avg.buffer, m);
-    Vec::store(exp_avg_sq.buffer, v);
-    param.write(a.param + i, rest);
-    exp_avg.write(a.exp_avg + i, rest);
-    exp_avg_sq.write(a.exp_avg_sq + i, rest);
-    sink.put_last(i, p, rest);
-  }
-  sink.finish();
+  return function(0.0f);
 }
+
+#include "kernels/cpu/adam.inl.h"
 
 template <class T>
 void add_squares(Vec::SquareSum& sum, const T* data, int64_t begin, int64_t end) {
@@ -139,43 +91,6 @@ void cast_range(const void* input, void* output, int64_t begin, int64_t end) {
   Tail<To> converted(to + i, rest);
   Vec::store(converted.buffer, Vec::load(tail.buffer));
   converted.write(to + i, rest);
-}
-
-// ---- choosing the element types ---------------------------------------------------------------
-
-template <class Function>
-auto with_type(DType dtype, Function function) {
-  switch (dtype) {
-    case DType::kBFloat16: return function(BFloat16{});
-    case DType::kFloat16: return function(Float16{});
-    case DType::kFloat32: break;
-  }
-  return function(0.0f);
-}
-
-/// Below this an output may still be in a cache when it is read, and is better written there.
-inline constexpr int64_t kStreamBytes = int64_t{16} << 20;
-
-template <class T>
-bool is_streamed(const AdamArrays& a) {
-  return a.count * static_cast<int64_t>(sizeof(T)) >= kStreamBytes &&
-         reinterpret_cast<uintptr_t>(a.out) % (sizeof(T) * Vec::kWidth) == 0;
-}
-
-void adam(const AdamArrays& a, const AdamCoefficients& c, int64_t begin, int64_t end) {
-  with_type(a.grad_dtype, [&](auto grad) {
-    using Grad = decltype(grad);
-    if (a.out == nullptr) return adam_range<Grad>(a, c, Nowhere{}, begin, end);
-    with_type(a.out_dtype, [&](auto type) {
-      using T = decltype(type);
-      T* out = static_cast<T*>(a.out);
-      if (is_streamed<T>(a) && begin % Vec::kWidth == 0) {
-        adam_range<Grad>(a, c, Streamed<T>{{out}}, begin, end);
-      } else {
-        adam_range<Grad>(a, c, Cached<T>{out}, begin, end);
-      }
-    });
-  });
 }
 
 double squared_norm(const void* input, DType dtype, int64_t begin, int64_t end) {

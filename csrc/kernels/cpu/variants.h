@@ -11,7 +11,8 @@ namespace peftds::kernels::cpu {
 inline constexpr int64_t kBlock = 32768;
 
 struct Variant {
-  /// As adam_step, on elements [begin, end).
+  /// As adam_step, on elements [begin, end). With int8 moments these are whole blocks of kMomentBlock, except
+  /// that the last may end with the array.
   void (*adam)(const AdamArrays& arrays, const AdamCoefficients& coefficients, int64_t begin, int64_t end);
   /// Sum of squares of elements [begin, end), accumulated in 16 interleaved fp64 lanes.
   double (*squared_norm)(const void* input, DType dtype, int64_t begin, int64_t end);

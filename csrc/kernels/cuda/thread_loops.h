@@ -36,16 +36,19 @@ inline constexpr int kAdamWidth = 4;
 
 template <class Grad, class Out, int kWidth, bool kAligned>
 PEFTDS_HOST_DEVICE void adam_group(const AdamArrays& a, const AdamCoefficients& c, int64_t i) {
-  auto p = load_pack<kWidth, kAligned>(a.param + i);
-  auto m = load_pack<kWidth, kAligned>(a.exp_avg + i);
-  auto v = load_pack<kWidth, kAligned>(a.exp_avg_sq + i);
+  float* param = static_cast<float*>(a.param);
+  float* exp_avg = static_cast<float*>(a.exp_avg);
+  float* exp_avg_sq = static_cast<float*>(a.exp_avg_sq);
+  auto p = load_pack<kWidth, kAligned>(param + i);
+  auto m = load_pack<kWidth, kAligned>(exp_avg + i);
+  auto v = load_pack<kWidth, kAligned>(exp_avg_sq + i);
   const auto g = load_pack<kWidth, kAligned>(static_cast<const Grad*>(a.grad) + i);
   for (int k = 0; k < kWidth; ++k) {
     adam_update<DeviceMath>(to_float(g.items[k]), p.items[k], m.items[k], v.items[k], c);
   }
-  store_pack<kAligned>(a.param + i, p);
-  store_pack<kAligned>(a.exp_avg + i, m);
-  store_pack<kAligned>(a.exp_avg_sq + i, v);
+  store_pack<kAligned>(param + i, p);
+  store_pack<kAligned>(exp_avg + i, m);
+  store_pack<kAligned>(exp_avg_sq + i, v);
   if constexpr (!std::is_void_v<Out>) {
     Pack<Out, kWidth> out;
     for (int k = 0; k < kWidth; ++k) from_float(out.items[k], p.items[k]);
