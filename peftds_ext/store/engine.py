@@ -42,12 +42,13 @@ def choose_settings(config: IoConfig, folder: Path, aio: Mapping[str, Any] | Non
     """Fill in what the configuration leaves out.
 
     ``aio`` is DeepSpeed's section of that name as the user wrote it: its ``block_size`` (bytes) and
-    ``queue_depth`` hold where ours are left out. What neither says depends on the disk below ``folder``.
+    ``queue_depth`` hold where ours are left out. What neither says depends on the disk below ``folder``,
+    which need not be there yet.
 
     Raises:
         ConfigError: a number of ``aio`` is not one that the engine takes.
     """
-    suited = locate(folder).requests
+    suited = locate(_nearest_folder(folder)).requests
     aio = aio if isinstance(aio, Mapping) else {}  # DeepSpeed says what is wrong with another kind
     block_bytes = config.block_bytes or _from_aio(aio, "block_size", _MAX_BLOCK_BYTES) or suited.block_bytes
     return IoSettings(
@@ -59,6 +60,11 @@ def choose_settings(config: IoConfig, folder: Path, aio: Mapping[str, Any] | Non
         direct=config.direct,
         checksum=config.checksum,
     )
+
+
+def _nearest_folder(path: Path) -> Path:
+    """Return the folder itself, or the nearest one above it that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
 def _from_aio(aio: Mapping[str, Any], key: str, largest: int) -> int | None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder that holds the swap files of one process and one model, from its creation to its removal.
 
-``<root>/peftds_ext_swap/rank<R>-pid<PID>-<8 hex digits>/`` with ``lock``, ``manifest.json``, ``params.bin``.
+``<root>/peftds_ext_swap/rank<R>-pid<PID>-<8 hex digits>/`` with ``lock``, ``manifest.json``, ``data.bin``.
 The process holds a flock of ``lock`` as long as the folder is in use. The kernel drops it with the process,
 however that ends, so that a folder whose lock is free belongs to a dead process; the next one to start
 reclaims it. Creation and reclaiming exclude each other by a flock of ``<root>/peftds_ext_swap/.lock``:
@@ -30,7 +30,7 @@ from peftds_ext.store.media import Media, locate
 from peftds_ext.store.refusals import reason_of, refused
 
 SWAP_NAME: Final = "peftds_ext_swap"
-DATA_NAME: Final = "params.bin"
+DATA_NAME: Final = "data.bin"
 LOCK_NAME: Final = "lock"
 
 _MUTEX_NAME: Final = ".lock"

@@ -65,15 +65,24 @@ class SwapFile:
     """Tensors on a disk, by key. Thread-safe, except that one key is not written and read at once."""
 
     def __init__(
-        self, folder: StoreFolder, engine: StorageEngine, *, rank: int = 0, world_size: int = 1
+        self,
+        folder: StoreFolder,
+        engine: StorageEngine,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        volatile: bool = False,
     ) -> None:
         """Make the data file in ``folder``.
+
+        With ``volatile`` records are written again and again: the manifest never tells their checksums.
 
         Raises:
             StorageError: the file cannot be made.
         """
         self._folder, self._engine = folder, engine
         self._rank, self._world_size = rank, world_size
+        self._volatile = volatile
         self._opened: File | None = engine.create_file(folder.data_path)
         self._extents: dict[str, _Extent] = {}
         self._end = 0
@@ -108,18 +117,40 @@ class SwapFile:
             StorageError: the write failed. Until it is written again the record cannot be read, since the
                 bytes on the disk may be old, new or mixed.
         """
+        self.start_write(key, tensor).wait()
+
+    def start_write(self, key: str, tensor: Tensor) -> PendingWrite:
+        """Start what :meth:`write` does; the tensor stays as it is until the write is waited for.
+
+        Raises:
+            StorageFullError: there is no room; what was there before is unharmed.
+        """
         flat = tensor.detach().reshape(-1)
         with self._lock:
-            extent = self._extents.get(key) or self._place(key, flat)
+            extent = self._extents.get(key) or self._place(key, flat.dtype, flat.numel())
             self._fits(key, extent, flat)
             if extent.told:
                 self._publish_if_there_is_room(with_checksums=False)
-            extent.crc32c = checksums(flat, _CHECKSUM_BLOCK)
-            extent.compared, extent.rewritten = False, extent.written
+            if not self._volatile or self._engine.settings.checksum != "off":
+                extent.crc32c = checksums(flat, _CHECKSUM_BLOCK)
+            extent.compared, extent.rewritten = False, extent.written or self._volatile
             extent.written = False
-        self._engine.write(self._file, [(extent.offset, flat)]).wait()
+        return PendingWrite(self, key, self._engine.write(self._file, [(extent.offset, flat)]))
+
+    def reserve(self, key: str, dtype: torch.dtype, numel: int) -> None:
+        """Take a record's room on the disk before it is first written.
+
+        Raises:
+            StorageFullError: there is no room.
+        """
         with self._lock:
-            extent.written = self._manifest.changed = True
+            self._place(key, dtype, numel)
+
+    def note_written(self, key: str) -> None:
+        """Let a record be read again, since its write succeeded."""
+        with self._lock:
+            self._extents[key].written = True
+            self._manifest.changed |= not self._volatile
 
     def fetch(self, key: str, *, ahead: bool = False) -> PendingRead:
         """Start reading a record into new memory of the engine's arena.
@@ -145,8 +176,16 @@ class SwapFile:
         Raises:
             StorageError: the read failed (CorruptDataError: other bytes are there than were written).
         """
+        self.start_read(key, destination).wait()
+
+    def start_read(self, key: str, destination: Tensor) -> PendingReads:
+        """Start what :meth:`read_into` does.
+
+        Raises:
+            StorageError: the last write of this record failed.
+        """
         self._fits(key, self._extents[key], destination)
-        self._start_read([key], [destination], ahead=False).wait()
+        return self._start_read([key], [destination], ahead=False)
 
     def mapped(self, key: str) -> Tensor:
         """Return a record as a tensor over a private mapping of the file, so that it takes no memory.
@@ -257,12 +296,13 @@ class SwapFile:
                 "changed by somebody else, or the disk is faulty (see the kernel's log); start the run again"
             )
 
-    def _place(self, key: str, flat: Tensor) -> _Extent:
-        extent = _Extent(self._end, flat.dtype, flat.numel(), [])
+    def _place(self, key: str, dtype: torch.dtype, numel: int) -> _Extent:
+        extent = _Extent(self._end, dtype, numel, [])
         room = -(-extent.nbytes // _PAGE) * _PAGE
         self._file.preallocate(self._end, room)
         self._end += room
         self._extents[key] = extent
+        self._manifest.changed = True
         return extent
 
     def close(self) -> None:
@@ -317,8 +357,9 @@ class SwapFile:
         )
         write_manifest(self._folder.path, manifest)
         for key, extent in self._extents.items():
-            extent.told, extent.rewritten = told[key], False
-        self._manifest.published(complete=all(told.values()), withdrawn=not with_checksums)
+            extent.told, extent.rewritten = told[key], self._volatile
+        complete = self._volatile or all(told.values())
+        self._manifest.published(complete=complete, withdrawn=not with_checksums)
 
 
 class _PublishedManifest:
@@ -353,6 +394,22 @@ class _PublishedManifest:
         self.changed = True
         self._next = time.monotonic() + self._pause
         return news
+
+
+class PendingWrite:
+    """One record on its way to the disk."""
+
+    def __init__(self, file: SwapFile, key: str, ticket: Ticket) -> None:
+        self._file, self._key, self._ticket = file, key, ticket
+
+    def wait(self) -> None:
+        """Wait for the bytes to be there.
+
+        Raises:
+            StorageError: the write failed; the record cannot be read until it is written again.
+        """
+        self._ticket.wait()
+        self._file.note_written(self._key)
 
 
 class PendingReads:

@@ -65,7 +65,7 @@ def told(error: BaseException) -> dict[str, Any]:
 
 
 def _data_file(disk: str) -> Path:
-    (path,) = Path(disk).glob("peftds_ext_swap/*/params.bin")
+    (path,) = Path(disk).glob("peftds_ext_swap/*/data.bin")
     return path
 
 

@@ -239,7 +239,7 @@ def test_after_a_kill_the_next_run_reclaims_the_folder(train: Train, losses: lis
     with pytest.raises(ScenarioFailed, match="ended with -9"):
         train(after_two="kill")
     (left,) = disk.glob("peftds_ext_swap/rank0-*")
-    assert (left / "params.bin").stat().st_size == nvme_runs.SWAPPED << 20
+    assert (left / "data.bin").stat().st_size == nvme_runs.SWAPPED << 20
     again = train()
     assert again.said("removed 1 swap folder(s) of dead processes") == 1
     assert again.result["losses"] == losses

@@ -270,7 +270,7 @@ def test_a_checkpoint_holds_what_was_written_or_is_refused(
         assert found == expected
     else:
         assert found.startswith(f"{expected}: ")
-        assert "params.bin" in found
+        assert "data.bin" in found
 
 
 def loaded_without_optimizer(run: Run, device: str, offload: dict[str, Any]) -> list[float]:

@@ -38,7 +38,7 @@ SECOND = {"key": "b", "dtype": "float32", "shape": [], "offset": 16, "nbytes": 4
 VALID: dict[str, Any] = {
     "magic": "peftds_ext.store",
     "version": 1,
-    "data_file": "params.bin",
+    "data_file": "data.bin",
     "file_bytes": 20,
     "block_bytes": 8,
     "rank": 1,
@@ -94,7 +94,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     return Manifest(
         magic="peftds_ext.store",
         version=1,
-        data_file="params.bin",
+        data_file="data.bin",
         file_bytes=offset,
         block_bytes=block_bytes,
         rank=0,
@@ -170,7 +170,7 @@ def test_a_record_that_cannot_be_is_named(changes: dict[str, object], reason: st
     [
         ({"magic": "other"}, "magic is 'other', and this build reads 'peftds_ext.store'"),
         ({"version": 2, "a_new_key": 1, "records": None}, "version is 2, and this build reads 1;"),
-        ({"data_file": "../params.bin"}, "data_file: not a plain file name"),
+        ({"data_file": "../data.bin"}, "data_file: not a plain file name"),
         ({"data_file": "/etc/passwd"}, "data_file: not a plain file name"),
         ({"data_file": ".."}, "data_file: not a plain file name"),
         ({"data_file": "a\0b"}, "data_file: not a plain file name"),

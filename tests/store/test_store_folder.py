@@ -78,7 +78,7 @@ def test_a_store_is_a_locked_folder_of_its_own(tmp_path: Path) -> None:
         assert store.path.parent == root / SWAP_NAME
         assert store.path.name.startswith(f"rank3-pid{os.getpid()}-")
         assert is_store_name(store.path.name)
-        assert store.data_path == store.path / "params.bin"
+        assert store.data_path == store.path / "data.bin"
         assert [path.name for path in store.path.iterdir()] == ["lock"]
         assert store.path.stat().st_mode & 0o777 == 0o700
         assert is_locked(store.path)

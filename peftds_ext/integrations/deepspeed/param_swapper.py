@@ -73,7 +73,7 @@ class ParameterSwapper:
         self._threshold = max(_MIN_SWAPPED_BYTES, int(ds_config.aio_config["block_size"]))
         self._budget = memory_budget(raw, self._item_bytes)
         section = read_section(raw)
-        self._engine = StorageEngine(choose_settings(section.io, _nearest_folder(root), raw.get("aio")))
+        self._engine = StorageEngine(choose_settings(section.io, root, raw.get("aio")))
         rank, ranks = comm.get_rank(), comm.get_world_size()
         engine = self._engine
         self._records = Records(engine, lambda: _swap_file(root, engine, rank, ranks))
@@ -358,11 +358,6 @@ def _swap_file(root: Path, engine: StorageEngine, rank: int, ranks: int) -> Swap
         raise
     logger.info("parameters on disk: %s, engine %s", file.path, engine.method)
     return file
-
-
-def _nearest_folder(path: Path) -> Path:
-    """Return the folder itself, or the nearest one above it that exists."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
 def _key(param: Any) -> str:
