@@ -249,3 +249,40 @@ def test_weights_and_moments_that_are_set_are_used(runner: Runner) -> None:
     ours, stock = (o.result for o in runner.pair(set_states))
     for name in ("masters", "moments"):
         assert furthest(ours[name], stock[name]) <= 5e-7, name
+
+
+def accumulate_elsewhere(run: Run, dtype: str, elsewhere: bool, looks: bool) -> dict[str, Any]:
+    """Train as with gradients on an accelerator: they gather there, and the host gets them once a window.
+
+    The second micro step of each window leaves a layer out, and in one window so does the last.
+    """
+    from peftds_ext.integrations.deepspeed.stage3_gradients import LowPrecisionGradients
+
+    if elsewhere:
+        LowPrecisionGradients._is_on_host = staticmethod(lambda partition: False)
+    engine = _engine(run, dtype, gradient_accumulation_steps=3)
+    record: dict[str, Any] = {"handed over": []}
+    for number, x in enumerate(rows(12)):
+        skip = number % 3 == 1 or number == 8
+        engine.backward(engine(x.to(engine.get_data_types()[0]), skip=skip))
+        record["handed over"].append(len(engine.optimizer._peftds_handed_over))
+        if looks and number % 2:
+            record[f"gradients {number}"] = gradients(engine)
+        engine.step()
+    return {**record, "masters": masters(engine), "moments": moments(engine)}
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_that_gather_on_the_device_are_handed_over_once(
+    runner: Runner, dtype: str, looks: bool
+) -> None:
+    options = {"dtype": dtype, "looks": looks}
+    device = runner.one(accumulate_elsewhere, elsewhere=True, **options).result
+    host = runner.one(accumulate_elsewhere, elsewhere=False, **options).result
+    times = device.pop("handed over")
+    host.pop("handed over")
+    if not looks:
+        assert [count > 0 for count in times] == [False, False, True] * 4
+    for name, expected in host.items():
+        assert furthest(device[name], expected) == 0.0, name

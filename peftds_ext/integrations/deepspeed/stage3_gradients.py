@@ -39,6 +39,9 @@ class LowPrecisionGradients(Base):
             self._peftds_squares: dict[int, Tensor] = {}
             self._peftds_norms: Tensor | None = None
             self._peftds_window_over = False
+            # Of this window, by ds_id: sums that are still on the device, and which of them the host has.
+            self._peftds_totals: dict[int, Tensor] = {}
+            self._peftds_handed_over: set[int] = set()
         return decided
 
     def _decide_gradient_path(self) -> bool:
@@ -112,24 +115,45 @@ class LowPrecisionGradients(Base):
         self._leave_finished_window()
         buffer = self._partition_buffer(param).narrow(0, 0, partition.numel())
         self._offload_boundary_param_ids.add(param.ds_id)
-        first = param.ds_id not in self._peftds_squares
-        if partition.device == buffer.device:
-            squares = ops.accumulate_(buffer, partition, not first)
-        else:  # work where the gradient is: the host would have to wait for it
-            old = None if first else buffer.to(partition.device, non_blocking=True)
-            total = partition.to(buffer.dtype) if old is None else old.add_(partition)
-            buffer.copy_(total, non_blocking=True)
-            squares = torch.linalg.vector_norm(total, dtype=torch.float64).square()
-        self._peftds_squares[param.ds_id] = squares
+        if self._is_on_host(partition):
+            add = param.ds_id in self._peftds_squares
+            self._peftds_squares[param.ds_id] = ops.accumulate_(buffer, partition, add)
+        else:
+            self._add_on_device(param, partition, buffer)
         self._refresh_fp32_grad(param, buffer)
         return buffer
+
+    @staticmethod
+    def _is_on_host(partition: Tensor) -> bool:
+        return partition.device.type == "cpu"
+
+    def _add_on_device(self, param: Any, partition: Tensor, buffer: Tensor) -> None:
+        """Accumulate where the gradient is, for the host would have to wait for it; it leaves there once."""
+        total = self._peftds_totals.get(param.ds_id)
+        total = partition.to(buffer.dtype, copy=True) if total is None else total.add_(partition)
+        self._peftds_totals[param.ds_id] = total
+        self._peftds_squares[param.ds_id] = torch.linalg.vector_norm(total, dtype=torch.float64).square()
+        if self.is_gradient_accumulation_boundary():
+            buffer.copy_(total, non_blocking=True)
+            self._peftds_handed_over.add(param.ds_id)
+        else:
+            self._peftds_handed_over.discard(param.ds_id)
+
+    def _hand_over(self) -> None:
+        """Bring to the host what a window has gathered on the device and not handed over yet."""
+        for group in self.fp16_groups:
+            for param in group:
+                total = self._peftds_totals.get(param.ds_id)
+                if total is not None and param.ds_id not in self._peftds_handed_over:
+                    self._partition_buffer(param).narrow(0, 0, total.numel()).copy_(total)
+                    self._peftds_handed_over.add(param.ds_id)
 
     def _refresh_fp32_grad(self, param: Any, buffer: Tensor) -> None:
         """Let a new gradient replace what was set for this parameter earlier in the window."""
         sub_group_id, offset, _ = self.grad_position[self.get_param_id(param)]
         fp32_grad = self.fp32_partitioned_groups_flat[sub_group_id].grad
         if fp32_grad is not None:
-            self._sync_gradients()
+            self._sync_gradients()  # which hands over as well
             fp32_grad.narrow(0, offset, buffer.numel()).copy_(buffer)
 
     def _partition_buffer(self, param: Any) -> Tensor:
@@ -156,6 +180,8 @@ class LowPrecisionGradients(Base):
             return
         self._leave_finished_window()
         self._zero_untouched()
+        self._sync_gradients()
+        self._peftds_totals.clear()
         self._peftds_applied_scale = 1.0
         try:
             super().step(closure)
@@ -176,6 +202,8 @@ class LowPrecisionGradients(Base):
     def _start_window(self) -> None:
         self._peftds_window_over = False
         self._peftds_squares.clear()
+        self._peftds_totals.clear()
+        self._peftds_handed_over.clear()
         self._peftds_norms = None
         for master in self.fp32_partitioned_groups_flat:
             master.grad = None
@@ -257,6 +285,8 @@ class LowPrecisionGradients(Base):
                 return self._gradient(sub_group_id).narrow(0, offset, numel), sub_group_id
             self._materialize_fp32_grad(sub_group_id)
             self._mark_set(param)
+            fp32_grad = self.fp32_partitioned_groups_flat[sub_group_id].grad
+            return fp32_grad.narrow(0, offset, numel), sub_group_id
         result: tuple[Tensor, int] = super()._get_fp32_grad_state_partition(param, release_swap_buffers)
         return result
 
@@ -295,3 +325,4 @@ class LowPrecisionGradients(Base):
 
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
+        self._hand_over()
