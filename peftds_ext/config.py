@@ -60,6 +60,22 @@ class ParamsConfig(BaseModel):
     """How much may stay on the device between uses. Both left out: ``stage3_max_reuse_distance``."""
 
 
+class OptimizerConfig(BaseModel):
+    """The object ``"optimizer"``: the form of Adam's states under optimizer offload."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    states: Literal["fp32", "bf16", "int8"] | None = None
+    """Form of both moments: ``"fp32"`` is exact and what leaving the key out means. ``"bf16"`` is rounded
+    stochastically; ``"int8"`` has one scale per block of 256 elements, as bitsandbytes has it."""
+
+    master: Literal["fp32", "split"] | None = None
+    """Form of the master weights. ``"fp32"``: a copy beside the weight, as DeepSpeed keeps it. ``"split"``: a
+    bf16 weight and a 16-bit remainder together are the master, exactly; of an fp32 weight nothing is kept
+    beside it. Left out: split if ``states`` is compact, else fp32. Where weights are fp16, or on NVMe, a copy
+    is kept in any case."""
+
+
 class PeftdsConfig(BaseModel):
     """The section ``"peftds_ext"``; what a missing section means as well."""
 
@@ -73,6 +89,9 @@ class PeftdsConfig(BaseModel):
 
     params: ParamsConfig = ParamsConfig()
     """What stays in memory."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The form of Adam's states."""
 
     io: IoConfig = IoConfig()
     """The storage engine."""

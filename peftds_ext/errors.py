@@ -47,5 +47,9 @@ class CorruptDataError(StorageError):
     """A file is shorter than it was, or holds other bytes than were written."""
 
 
+class StateLostError(StorageError):
+    """A step failed half-way: the optimizer's states are neither the old nor the new ones."""
+
+
 class CheckpointError(PeftdsError, ValueError):
     """A checkpoint's file or index is damaged, hostile or incomplete."""

@@ -22,7 +22,7 @@ ALLOWED = {
     "config": {"errors"},
     "_native": {"errors"},
     "ops": {"errors", "_native"},
-    "optim": {*BASE, "_native", "ops"},
+    "optim": {*BASE, "_native", "ops", "store", "observe"},
     "store": {*BASE, "_native", "ops"},
     "planner": BASE,
     "observe": BASE,

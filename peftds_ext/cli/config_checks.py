@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import shutil
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,12 +18,16 @@ from peftds_ext.errors import ConfigError
 from peftds_ext.integrations.deepspeed.conflicts import find_conflicts
 from peftds_ext.integrations.deepspeed.offload import (
     NVME_PATH,
+    OPTIMIZER_NVME_PATH,
     memory_budget,
     nvme_path,
     offloads_optimizer,
+    offloads_optimizer_to_nvme,
     offloads_parameters_to_nvme,
+    optimizer_nvme_path,
 )
 from peftds_ext.integrations.deepspeed.section import parse_text, read_section
+from peftds_ext.integrations.deepspeed.stored_states import check_optimizer_nvme_path, refuse_compact
 from peftds_ext.integrations.deepspeed.swapper_seam import check_nvme_path
 from peftds_ext.store.engine import choose_settings
 from peftds_ext.store.media import Media, locate
@@ -125,8 +129,23 @@ def _work(raw: Mapping[str, Any]) -> Iterator[Check]:
         remedy = 'set a stage from 1 to 3 and "offload_optimizer": {"device": "cpu"}'
         yield Check("zero_optimization", "warning", found, remedy)
     if offloads_parameters_to_nvme(raw):
-        yield from _nvme_path(raw)
+        yield from _folder(NVME_PATH, nvme_path(raw), lambda: check_nvme_path(raw))
+    if offloads_optimizer_to_nvme(raw):
+        path = optimizer_nvme_path(raw)
+        yield from _folder(OPTIMIZER_NVME_PATH, path, lambda: check_optimizer_nvme_path(raw))
+    if offloads_parameters_to_nvme(raw) or offloads_optimizer_to_nvme(raw):
         yield from _storage_numbers(raw)
+    yield from _optimizer_form(raw)
+
+
+def _optimizer_form(raw: Mapping[str, Any]) -> Iterator[Check]:
+    """Whether there are offloaded states that could have the form asked for."""
+    if not offloads_optimizer(raw):
+        try:
+            refuse_compact(read_section(raw).optimizer, "the optimizer is not offloaded")
+        except ConfigError as error:
+            remedy = 'set "offload_optimizer": {"device": "cpu"} or "nvme", or leave the key out'
+            yield Check(f"{SECTION}.optimizer", "error", str(error), remedy)
 
 
 def _where_from(raw: Mapping[str, Any], config: PeftdsConfig) -> Iterator[Check]:
@@ -158,18 +177,18 @@ def _storage_numbers(raw: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("storage numbers", "error", str(error), "correct the key that is named, or leave it out")
 
 
-def _nvme_path(raw: Mapping[str, Any]) -> Iterator[Check]:
-    """What the folder for parameters lies on; it is not made if it is missing."""
+def _folder(key: str, given: str | None, check: Callable[[], None]) -> Iterator[Check]:
+    """What a folder for parameters or states lies on; it is not made if it is missing."""
     try:
-        check_nvme_path(raw)
+        check()
     except ConfigError as error:
-        yield Check(NVME_PATH, "error", str(error), "give a folder")
+        yield Check(key, "error", str(error), "give a folder")
         return
-    path = Path(str(nvme_path(raw))).absolute()
+    path = Path(str(given)).absolute()
     existing = next(place for place in (path, *path.parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         found = f"{existing} is not a folder that can be written to"
-        yield Check(NVME_PATH, "error", found, "give a folder that this user may write to")
+        yield Check(key, "error", found, "give a folder that this user may write to")
         return
     location = locate(existing)
     free = shutil.disk_usage(existing).free
@@ -178,11 +197,11 @@ def _nvme_path(raw: Mapping[str, Any]) -> Iterator[Check]:
     )
     if location.media is Media.MEMORY:
         remedy = "give a folder on a disk, or use the device cpu"
-        yield Check(NVME_PATH, "warning", f"{value}: this is the host's memory", remedy)
+        yield Check(key, "warning", f"{value}: this is the host's memory", remedy)
     elif path != existing:
-        yield Check(NVME_PATH, "note", f"{value}; the folder will be made below {existing}")
+        yield Check(key, "note", f"{value}; the folder will be made below {existing}")
     else:
-        yield Check(NVME_PATH, "ok", value)
+        yield Check(key, "ok", value)
 
 
 def _conflicts(raw: Mapping[str, Any], config: PeftdsConfig) -> Iterator[Check]:

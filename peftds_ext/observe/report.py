@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pydantic import ByteSize
 
-from peftds_ext.observe.stats import Stats, StepStats, TierStats
+from peftds_ext.observe.stats import OptimizerStats, Stats, StepStats, TierStats
 
 
 def report(stats: Stats) -> str:
@@ -17,7 +17,7 @@ def report(stats: Stats) -> str:
 
 def _lines(stats: Stats) -> Iterator[str]:
     if stats.last_step is None:
-        yield "no step has ended yet"
+        yield "no step has ended yet" if stats.optimizer is None else "no layers are streamed yet"
     else:
         yield from _step("last step", stats.last_step)
     if stats.steps > 1:
@@ -27,6 +27,22 @@ def _lines(stats: Stats) -> Iterator[str]:
     if stats.run.layers_used:
         per_use = stats.python_entries / stats.run.layers_used
         yield f"calls from Python: {stats.python_entries}, {per_use:.2f} per use of a layer"
+    if stats.optimizer is not None:
+        yield from _optimizer(stats.optimizer)
+
+
+def _optimizer(optimizer: OptimizerStats) -> Iterator[str]:
+    places = {"on the disk": optimizer.disk_bytes, "in memory": optimizer.memory_bytes}
+    where = " and ".join(f"{_bytes(count)} {place}" for place, count in places.items() if count)
+    yield f"optimizer states: {optimizer.form}; {where or 'none'}"
+    step = optimizer.last_step
+    if step is not None:
+        moved = f"{_bytes(step.read_bytes)} read, {_bytes(step.written_bytes)} written"
+        rate = f", {step.gb_per_s:.2f} GB/s" if step.gb_per_s else ""
+        yield (
+            f"  last step: {step.seconds:.3f} s, bound by {step.bound_by}; {moved}{rate}, "
+            f"waited {step.waited_seconds:.3f} s"
+        )
 
 
 def _step(title: str, step: StepStats) -> Iterator[str]:

@@ -92,6 +92,50 @@ class StepStats(BaseModel):
         return "compute" if not waited or waited < COMPUTE_BOUND_SHARE * self.seconds else self.waited_for
 
 
+class OptimizerStep(BaseModel):
+    """The optimizer's part of one step whose states are stored."""
+
+    model_config = ConfigDict(frozen=True)
+
+    seconds: Seconds
+    """Seconds from the first chunk to the last; it may overlap the next forward (``optimizer.overlap``)."""
+
+    waited_seconds: Seconds
+    """Seconds of it in which the update stood still for a chunk that was not read or written yet."""
+
+    read_bytes: Count
+    written_bytes: Count
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def gb_per_s(self) -> float | None:
+        """10^9 bytes per second, read and written together; None if that took no time."""
+        return TierStats(bytes=self.read_bytes + self.written_bytes, seconds=self.seconds).gb_per_s
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def bound_by(self) -> Literal["compute", "disk"]:
+        """What a faster step would need more of."""
+        waited = self.waited_seconds
+        return "compute" if not waited or waited < COMPUTE_BOUND_SHARE * self.seconds else "disk"
+
+
+class OptimizerStats(BaseModel):
+    """Masters and moments that are stored elsewhere or otherwise than DeepSpeed has them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    form: str
+    """How many elements are kept in which form."""
+
+    memory_bytes: Count
+    disk_bytes: Count
+    steps: Count
+
+    last_step: OptimizerStep | None
+    """None before the first step has ended."""
+
+
 class Stats(BaseModel):
     """A run up to now."""
 
@@ -117,6 +161,9 @@ class Stats(BaseModel):
 
     python_entries: Count
     """Calls from Python into the engine."""
+
+    optimizer: OptimizerStats | None = None
+    """The optimizer's states; None where they are as DeepSpeed has them."""
 
     def __str__(self) -> str:
         """Return the report that a user reads."""

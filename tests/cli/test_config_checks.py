@@ -148,17 +148,19 @@ def test_pinned_offload_is_the_default_without_a_file() -> None:
 def nvme(path: object, **more: Any) -> dict[str, Any]:
     offload = {"device": "nvme", "nvme_path": path, **more.pop("offload", {})}
     return {
-        "zero_optimization": {"stage": 3, "offload_param": offload},
+        "zero_optimization": {"stage": 3, more.pop("what", "offload_param"): offload},
         "peftds_ext": {"enabled": True},
         **more,
     }
 
 
 KEY = "zero_optimization.offload_param.nvme_path"
+both = pytest.mark.parametrize("what", ["offload_param", "offload_optimizer"])
 
 
-def test_folder_for_parameters_is_described(tmp_path: Path) -> None:
-    check = _config(_write(tmp_path, nvme(str(tmp_path))))[KEY]
+@both
+def test_the_folder_is_described(tmp_path: Path, what: str) -> None:
+    check = _config(_write(tmp_path, nvme(str(tmp_path), what=what)))[f"zero_optimization.{what}.nvme_path"]
     assert check.status in ("ok", "warning")
     assert str(tmp_path) in check.value
     assert "free" in check.value
@@ -179,9 +181,10 @@ def test_memory_as_a_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monke
     assert "the host's memory" in check.value
 
 
+@both
 @pytest.mark.parametrize("path", [None, ""])
-def test_no_folder_is_an_error(path: object, tmp_path: Path) -> None:
-    check = _config(_write(tmp_path, nvme(path)))[KEY]
+def test_no_folder_is_an_error(path: object, tmp_path: Path, what: str) -> None:
+    check = _config(_write(tmp_path, nvme(path, what=what)))[f"zero_optimization.{what}.nvme_path"]
     assert check.status == "error"
     assert "missing" in check.value
 
@@ -205,6 +208,16 @@ def test_numbers_that_the_storage_engine_cannot_use_are_errors(
     check = _config(_write(tmp_path, raw))["storage numbers"]
     assert check.status == "error"
     assert words in check.value
+
+
+@pytest.mark.parametrize("stated", [{"states": "int8"}, {"master": "split"}])
+def test_a_form_of_states_that_are_not_offloaded_is_an_error(tmp_path: Path, stated: dict[str, str]) -> None:
+    raw = nvme(str(tmp_path), peftds_ext={"enabled": True, "optimizer": stated})
+    check = _config(_write(tmp_path, raw))["peftds_ext.optimizer"]
+    assert check.status == "error"
+    assert "the optimizer is not offloaded" in check.value
+    raw["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    assert "peftds_ext.optimizer" not in _config(_write(tmp_path, raw))
 
 
 def test_the_word_auto_for_buffers_is_none_of_ours(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from peftds_ext.errors import ConfigError
 
 NVME_PATH: Final = "zero_optimization.offload_param.nvme_path"
+OPTIMIZER_NVME_PATH: Final = "zero_optimization.offload_optimizer.nvme_path"
 _BUFFERS: Final = {"buffer_count": 5, "buffer_size": 1e8}
 
 
@@ -17,9 +18,18 @@ def offloads_optimizer(raw: Mapping[str, Any]) -> bool:
     zero = raw.get("zero_optimization")
     if not isinstance(zero, Mapping) or not zero.get("stage"):
         return False
-    offload = zero.get("offload_optimizer")
-    device = offload.get("device", "none") if isinstance(offload, Mapping) else "none"
+    device = _offload_optimizer(raw).get("device", "none")
     return bool(zero.get("cpu_offload")) or str(device) in ("cpu", "nvme")
+
+
+def offloads_optimizer_to_nvme(raw: Mapping[str, Any]) -> bool:
+    """Whether the DeepSpeed configuration keeps optimizer states on NVMe."""
+    return str(_offload_optimizer(raw).get("device", "none")) == "nvme"
+
+
+def optimizer_nvme_path(raw: Mapping[str, Any]) -> str | None:
+    """Return the folder for optimizer states on NVMe, as the user wrote it."""
+    return _offload_optimizer(raw).get("nvme_path")
 
 
 def offloads_parameters_to_nvme(raw: Mapping[str, Any]) -> bool:
@@ -57,6 +67,12 @@ def memory_budget(raw: Mapping[str, Any], item_bytes: int) -> int | None:
             f"zero_optimization.offload_param: {given} are no numbers of buffers and elements"
         ) from None
     return count * size * item_bytes
+
+
+def _offload_optimizer(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    zero = raw.get("zero_optimization")
+    offload = zero.get("offload_optimizer") if isinstance(zero, Mapping) and zero.get("stage") else None
+    return offload if isinstance(offload, Mapping) else {}
 
 
 def _offload_param(raw: Mapping[str, Any]) -> Mapping[str, Any]:

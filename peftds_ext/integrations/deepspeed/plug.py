@@ -18,6 +18,7 @@ from peftds_ext.integrations.deepspeed.conflicts import check_conflicts
 from peftds_ext.integrations.deepspeed.offload import offloads_optimizer, offloads_parameters_to_nvme
 from peftds_ext.integrations.deepspeed.section import load_config, read_section
 from peftds_ext.integrations.deepspeed.stage3_nvme import note_checkpoints
+from peftds_ext.integrations.deepspeed.stored_states import check_optimizer_nvme_path
 from peftds_ext.integrations.deepspeed.swapper_seam import SwapperSeam, check_nvme_path, check_source
 from peftds_ext.integrations.deepspeed.switch import engine_enabled
 from peftds_ext.integrations.deepspeed.versions import check_deepspeed
@@ -143,8 +144,9 @@ def _initialize(
         return installation.initialize_stock(*args, **kwargs)
 
     check_nvme_path(raw)
+    check_optimizer_nvme_path(raw)
     check_source(raw, given.get("model"))
-    with engine_enabled(), _stage3_bound():
+    with engine_enabled(), _optimizers_bound(raw):
         client = given.get("optimizer")
         if client is not None:
             bound.arguments["optimizer"] = _take_over(client, raw, installation.builder)
@@ -165,7 +167,8 @@ def _tell(engine: Any, raw: Mapping[str, Any]) -> None:
             )
         else:
             parts.append("parameters on NVMe")
-            note_checkpoints(engine)
+    if hasattr(engine.optimizer, "_peftds_loading"):
+        note_checkpoints(engine)
     if read_section(raw).trace is not None and not hasattr(engine.optimizer, "parameter_offload"):
         logger.warning("peftds_ext.trace: nothing is traced, since parameters are not offloaded under ZeRO-3")
     if parts:
@@ -187,18 +190,22 @@ def _take_over(client: Any, raw: Mapping[str, Any], builder: type) -> Any:
 
 
 @contextlib.contextmanager
-def _stage3_bound() -> Iterator[None]:
-    """Let DeepSpeed's engine, which looks the Stage-3 class up by name, find ours."""
+def _optimizers_bound(raw: Mapping[str, Any]) -> Iterator[None]:
+    """Let DeepSpeed's engine, which looks the ZeRO optimizers' classes up by name, find ours."""
     # SuperOffload's class must derive from the stock class, so it is imported before ours is bound.
     importlib.import_module("deepspeed.runtime.superoffload.superoffload_stage3")
+    from deepspeed.runtime import engine
     from deepspeed.runtime.zero import stage3
 
-    from peftds_ext.integrations.deepspeed.stage3 import engine_class
+    from peftds_ext.integrations.deepspeed import stage3 as ours3
+    from peftds_ext.integrations.deepspeed import stage12_states as ours12
 
     with _lock:
-        stock = stage3.DeepSpeedZeroOptimizer_Stage3
-        stage3.DeepSpeedZeroOptimizer_Stage3 = engine_class(stock)
+        stock3, stock12 = stage3.DeepSpeedZeroOptimizer_Stage3, engine.DeepSpeedZeroOptimizer
+        stage3.DeepSpeedZeroOptimizer_Stage3 = ours3.engine_class(stock3)
+        engine.DeepSpeedZeroOptimizer = ours12.engine_class(stock12, raw)
         try:
             yield
         finally:
-            stage3.DeepSpeedZeroOptimizer_Stage3 = stock
+            stage3.DeepSpeedZeroOptimizer_Stage3 = stock3
+            engine.DeepSpeedZeroOptimizer = stock12

@@ -6,7 +6,7 @@ bytes per element in three passes over memory (deepspeed/runtime/zero/stage3.py:
 ``unscale_and_clip_grads``, ``_optimizer_step``, ``_reassign_or_swap_out_partitioned_parameters``).
 Here the gradient stays where it was first put, in ``grad_partitions_flat_buffer``; the norm is one
 read of it; and one kernel per sub-group unscales, clips, updates and writes the low-precision weight:
-28 bytes per element.
+28 bytes per element; less where states are compact.
 
 The classes are mix-ins over ``DeepSpeedZeroOptimizer_Stage3``. A sub-group that is not ours goes to
 ``super()`` method by method; when the gradients' path is not ours, all of it is stock's and the fp32
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,14 @@ class FusedStep(Stage3Seam):
 
     def _why_not_fused(self, sub_group_id: int) -> str:
         """Return why stock steps this sub-group, or "" if the kernel does."""
+        if self.subgroup_to_device[sub_group_id] != "cpu":
+            return "it is updated on the accelerator (offload ratio below 1)"
+        if self.swap_optimizer:
+            return "its optimizer states are with DeepSpeed's own swapper"
+        return self._why_not_steppable(sub_group_id)
+
+    def _why_not_steppable(self, sub_group_id: int) -> str:
+        """Return why the kernel cannot step this sub-group wherever its states are, or ""."""
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         if type(self.optimizer) is not DeepSpeedCPUAdam:
@@ -56,10 +65,6 @@ class FusedStep(Stage3Seam):
             return "master weights or Adam moments are not fp32"
         if self.torch_autocast_gradscaler is not None:
             return "torch's GradScaler steps the optimizer"
-        if self.subgroup_to_device[sub_group_id] != "cpu":
-            return "it is updated on the accelerator (offload ratio below 1)"
-        if self._swappable_optimizer_subgroup(sub_group_id):
-            return "its optimizer states are on NVMe"
         dtypes = self._low_precision_dtypes(sub_group_id)
         if len(dtypes) > 1 or not dtypes <= _KERNEL_DTYPES:
             return f"the kernel does not write parameters of {', '.join(sorted(map(str, dtypes)))} at once"
@@ -84,7 +89,7 @@ class FusedStep(Stage3Seam):
         if not self.offload_optimizer:
             return False
         reason = self._why_not_fused(sub_group_id)
-        if not reason and _has_step_hooks(self.optimizer):
+        if not reason and has_step_hooks(self.optimizer):
             reason = "step hooks are registered on the optimizer"
         if reason:
             self._say_once(f"stock DeepSpeed steps sub-group {sub_group_id}: {reason}")
@@ -108,39 +113,67 @@ class FusedStep(Stage3Seam):
         self._peftds_grad_scale = self._peftds_applied_scale = 1.0 / scale
 
     def _optimizer_step(self, sub_group_id: int) -> None:
-        """Run the kernel on one sub-group; the moments live where DeepSpeedCPUAdam keeps them."""
+        """Run the kernel on one sub-group, where its states are."""
         grad_scale, self._peftds_grad_scale = self.__dict__.get("_peftds_grad_scale"), None
         if grad_scale is None:  # unscale_and_clip_grads left this sub-group to stock
             super()._optimizer_step(sub_group_id)
             return
+        settings = {**self._adam_settings(sub_group_id), "grad_scale": grad_scale}
+        gradient, target = self._gradient(sub_group_id), self._write_target(sub_group_id)
+        self._apply(sub_group_id, gradient, target, settings)
+        self.optimizer._opt_called = True  # what torch's schedulers look for
+        self._peftds_written = target
+
+    def _apply(
+        self,
+        sub_group_id: int,
+        gradient: Tensor,
+        target: Tensor,
+        settings: dict[str, Any],
+        done: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """Step one sub-group; ``done`` is told of how many of its elements are done, as they come to be."""
+        if self._is_stored(sub_group_id):
+            self._peftds_states.step(sub_group_id, gradient, target, settings, done)
+        else:
+            self._step_in_memory(sub_group_id, gradient, target, settings)
+            done(target.numel())
+
+    def _step_in_memory(
+        self, sub_group_id: int, gradient: Tensor, target: Tensor, settings: dict[str, Any]
+    ) -> None:
+        """Step where DeepSpeed keeps the master, and DeepSpeedCPUAdam the moments."""
         master = self.fp32_partitioned_groups_flat[sub_group_id]
-        group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
         state = self.optimizer.state[master]
         if not state:
             state["step"] = 0
             state["exp_avg"] = torch.zeros_like(master, requires_grad=False)
             state["exp_avg_sq"] = torch.zeros_like(master, requires_grad=False)
         state["step"] += 1
-        target = self._write_target(sub_group_id)
+        moments = state["exp_avg"], state["exp_avg_sq"]
         with torch.no_grad():
-            ops.adamw_step_(
-                master.data,
-                self._gradient(sub_group_id),
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                target,
-                lr=float(group["lr"]),
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                step=int(state["step"]),
-                grad_scale=grad_scale,
-                adamw_mode=self.optimizer.adam_w_mode,
-                bias_correction=bool(group["bias_correction"]),
-            )
-        self.optimizer._opt_called = True  # what torch's schedulers look for
-        self._peftds_written = target
+            ops.adamw_step_(master.data, gradient, *moments, target, **settings, step=int(state["step"]))
+
+    def _adam_settings(self, sub_group_id: int) -> dict[str, Any]:
+        group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
+        return adam_settings(group, adamw_mode=self.optimizer.adam_w_mode)
+
+    def _is_stored(self, sub_group_id: int) -> bool:
+        """Whether the sub-group's states are elsewhere than DeepSpeed has them (see stage3_states.py)."""
+        return False
+
+    def peftds_state_bytes(self) -> dict[str, int]:
+        """Return the bytes of this rank's masters and moments in ``"memory"`` and on ``"disk"``."""
+        if self.__dict__.get("_peftds_states") is not None:
+            found: dict[str, int] = self._peftds_states.usage()
+            return found
+        masters = self.fp32_partitioned_groups_flat
+        states = [self.optimizer.state.get(master, {}) for master in masters]
+        tensors = [
+            *masters,
+            *(value for state in states for value in state.values() if torch.is_tensor(value)),
+        ]
+        return {"memory": sum(tensor.nbytes for tensor in tensors), "disk": 0}
 
     def _write_target(self, sub_group_id: int) -> Tensor:
         """Return host memory that receives the low-precision weights: their own, or a staging buffer."""
@@ -155,6 +188,7 @@ class FusedStep(Stage3Seam):
         if sub_group_id not in staging:
             pin = bool(self.offload_optimizer_pin_memory)
             staging[sub_group_id] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=pin)
+            staging[sub_group_id].copy_(flat)  # of a split master it is a part
         return staging[sub_group_id]
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
@@ -187,17 +221,26 @@ class FusedStep(Stage3Seam):
     def _materialize_fp32_grad(self, sub_group_id: int) -> None:
         """Give stock code the fp32 ``.grad`` that it reads or writes, until the step's end."""
         master = self.fp32_partitioned_groups_flat[sub_group_id]
-        if (
-            self.offload_optimizer
-            and master.grad is None
-            and not self._swappable_optimizer_subgroup(sub_group_id)
-        ):
+        if self.offload_optimizer and master.grad is None and not self.swap_optimizer:
             master.grad = self._flat_gradient(sub_group_id).to(
                 device=master.device, dtype=master.dtype, copy=True
             )
 
 
-def _has_step_hooks(optimizer: Any) -> bool:
+def adam_settings(group: Mapping[str, Any], *, adamw_mode: bool) -> dict[str, Any]:
+    """Return what DeepSpeedCPUAdam's parameter group says, as ``ops.adamw_step_`` takes it."""
+    return {
+        "lr": float(group["lr"]),
+        "beta1": float(group["betas"][0]),
+        "beta2": float(group["betas"][1]),
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+        "adamw_mode": adamw_mode,
+        "bias_correction": bool(group["bias_correction"]),
+    }
+
+
+def has_step_hooks(optimizer: Any) -> bool:
     """Whether somebody wants to be called around ``optimizer.step()``, which the kernel does not call."""
     from torch.optim import optimizer as torch_optimizer
 
@@ -215,6 +258,8 @@ def engine_class(stock: type) -> type:
     from peftds_ext.integrations.deepspeed.stage3_gradients import LowPrecisionGradients
     from peftds_ext.integrations.deepspeed.stage3_layers import LayerHooks
     from peftds_ext.integrations.deepspeed.stage3_nvme import BudgetedReuse, NvmeCheckpoints
+    from peftds_ext.integrations.deepspeed.stage3_states import StoredStates
 
-    parts = (LowPrecisionGradients, FusedStep, LayerHooks, BudgetedReuse, NvmeCheckpoints, stock)
+    steps = (LowPrecisionGradients, StoredStates, FusedStep)
+    parts = (*steps, LayerHooks, BudgetedReuse, NvmeCheckpoints, stock)
     return type("PeftdsZeroOptimizer_Stage3", parts, {})

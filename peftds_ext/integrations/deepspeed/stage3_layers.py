@@ -15,7 +15,7 @@ from peftds_ext.config import ParamsConfig
 from peftds_ext.integrations.deepspeed.layer_offload import ZeroCoordinator, layer_offload_class
 from peftds_ext.integrations.deepspeed.offload import memory_budget, offloads_parameters
 from peftds_ext.integrations.deepspeed.section import read_section
-from peftds_ext.observe.stats import Stats
+from peftds_ext.observe.stats import Stats, StepStats, pinned_bytes
 from peftds_ext.observe.trace import TraceWriter
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class LayerHooks(Stage3Seam):
         """Bind our class while DeepSpeed's method looks its own up."""
         from deepspeed.runtime.zero import stage3
 
+        self._peftds_config = kwargs["ds_config"] if isinstance(kwargs["ds_config"], dict) else {}
         reason = _why_not(kwargs)
         if reason:
             logger.info("DeepSpeed's hooks fetch parameters module by module: %s", reason)
@@ -58,19 +59,42 @@ class LayerHooks(Stage3Seam):
 
 
 def stats(engine: Any) -> Stats:
-    """Return what streaming did in the last step of a DeepSpeed engine, and in all of them together.
+    """Return what streaming and stored states did in the last step of an engine, and in all of them together.
 
     Raises:
-        ValueError: no layers are streamed; the message says why, or where to look.
+        ValueError: neither layers are streamed nor states stored; the message says why, or where to look.
     """
-    offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)
-    coordinator = getattr(offload, "param_coordinator", None)
-    if not isinstance(coordinator, ZeroCoordinator):
+    optimizer = getattr(engine, "optimizer", None)
+    coordinator = getattr(getattr(optimizer, "parameter_offload", None), "param_coordinator", None)
+    states = getattr(optimizer, "_peftds_states", None)
+    if not isinstance(coordinator, ZeroCoordinator) and states is None:
         raise ValueError(
-            "this engine streams no layers: its parameters are not offloaded under ZeRO-3, or DeepSpeed's "
-            "own hooks fetch them; the log of peftds_ext says why (level INFO)"
+            "this engine streams no layers and stores no states: its parameters are not offloaded under "
+            "ZeRO-3, or DeepSpeed's own hooks fetch them, and its optimizer states are as DeepSpeed has "
+            "them; the log of peftds_ext says why (level INFO)"
         )
-    return coordinator.stats()
+    found = coordinator.stats() if isinstance(coordinator, ZeroCoordinator) else _nothing_streamed()
+    return found if states is None else found.model_copy(update={"optimizer": states.stats()})
+
+
+def _nothing_streamed() -> Stats:
+    none = StepStats(
+        seconds=0,
+        compute_waited_seconds=0,
+        layers_used=0,
+        layers_resident=0,
+        layers_ready=0,
+        layers_waited_for=0,
+    )
+    return Stats(
+        last_step=None,
+        run=none,
+        steps=0,
+        host_bytes_held=0,
+        host_bytes_peak=0,
+        pinned_bytes=pinned_bytes(),
+        python_entries=0,
+    )
 
 
 def _why_not(arguments: dict[str, Any]) -> str:

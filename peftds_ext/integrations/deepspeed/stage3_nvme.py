@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peftds_ext.integrations.deepspeed.offload import memory_budget, offloads_parameters_to_nvme
@@ -120,9 +122,9 @@ class NvmeCheckpoints(Stage3Seam):
 
 
 def note_checkpoints(engine: Any) -> None:
-    """Let the optimizer know when its engine loads a checkpoint, whose events are the same as for a save.
+    """Let the optimizer know when its engine loads a checkpoint, and which one was the last.
 
-    Of either one that fails DeepSpeed does not tell the end.
+    The events of a load are those of a save, and of either one that fails DeepSpeed does not tell the end.
     """
     engine.load_checkpoint = _noted(engine, engine.load_checkpoint, loads=True)
     engine.save_checkpoint = _noted(engine, engine.save_checkpoint, loads=False)
@@ -133,9 +135,19 @@ def _noted(engine: Any, stock: Any, *, loads: bool) -> Any:
     def noted(*args: Any, **kwargs: Any) -> Any:
         engine.optimizer._peftds_loading = loads
         try:
-            return stock(*args, **kwargs)
+            result = stock(*args, **kwargs)
         finally:
             engine.optimizer._peftds_loading = False
             engine.optimizer._cover(keep_changes=False)  # there is something to cover only after a failure
+        folder, *rest = inspect.signature(stock).bind(*args, **kwargs).args
+        tag = rest[0] if rest and rest[0] is not None else f"global_step{engine.global_steps}"
+        _remember(engine, Path(folder) / str(tag))
+        return result
 
     return noted
+
+
+def _remember(engine: Any, checkpoint: Path) -> None:
+    states = getattr(engine.optimizer, "_peftds_states", None)
+    if states is not None and checkpoint.is_dir():
+        states.checkpoint = str(checkpoint)

@@ -23,6 +23,7 @@ SUPPORTED: Final = ">=0.19.8,<0.20"
 
 _INSTALL: Final = f"pip install 'deepspeed{SUPPORTED}'"
 _STAGE3: Final = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_STAGE12: Final = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _INIT: Final = "deepspeed.runtime.zero.partition_parameters:Init"
 _SWAPPER: Final = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
 _OFFLOAD: Final = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
@@ -92,6 +93,40 @@ _SIGNATURES_0_19: Final[Mapping[str, Expected]] = {
     f"{_STAGE3}._reassign_or_swap_out_partitioned_parameters": _exactly("self", "sub_group_id"),
     f"{_STAGE3}._unflatten_partitioned_parameters": _exactly("self", "sub_group_id"),
     f"{_STAGE3}._swappable_optimizer_subgroup": _exactly("self", "sub_group_id"),
+    # optimizer states that are stored elsewhere
+    f"{_STAGE3}._configure_tensor_swapping": _exactly("self", "offload_optimizer_config", "aio_config"),
+    f"{_STAGE3}._setup_for_real_optimizer": _exactly("self"),
+    f"{_STAGE3}._create_fp32_partitions": _exactly("self"),
+    f"{_STAGE3}._prepare_sub_group": _exactly("self", "sub_group_id", "timer_names"),
+    f"{_STAGE3}._release_sub_group": _exactly("self", "sub_group_id", "timer_names"),
+    f"{_STAGE3}._optimizer_states_and_gradient_swap_in": _exactly("self", "sub_group_id", "timer_names"),
+    f"{_STAGE3}._optimizer_states_and_gradient_swap_out": _exactly("self", "sub_group_id", "timer_names"),
+    f"{_STAGE3}._release_swap_buffers": _exactly("self", "sub_group_id"),
+    f"{_STAGE3}._writeback_swap_state": _exactly(
+        "self", "sub_group_id", "write_opt_state", "write_gradients"
+    ),
+    f"{_STAGE3}._get_fp32_opt_state_partition": _exactly(
+        "self", "param", "release_swap_buffers", "optim_state_key"
+    ),
+    f"{_STAGE3}._post_step": _exactly("self", "timer_names"),
+    f"{_STAGE3}._rigid_state_dict": _exactly("self"),
+    f"{_STAGE3}._load_universal_checkpoint": _exactly(
+        "self", "checkpoint_folder", "load_optimizer_states", "load_from_fp32_weights"
+    ),
+    f"{_STAGE3}.destroy": _exactly("self"),
+    f"{_STAGE12}.initialize_optimizer_states": _exactly("self"),
+    f"{_STAGE12}._optimizer_step": _exactly("self", "group_no"),
+    f"{_STAGE12}.step": _exactly("self", "closure"),
+    f"{_STAGE12}.state_dict": _exactly("self"),
+    f"{_STAGE12}.destroy": _exactly("self"),
+    f"{_STAGE12}._link_all_hp_params": _exactly("self"),
+    f"{_STAGE12}._load_legacy_checkpoint": _exactly(
+        "self", "state_dict_list", "load_optimizer_states", "load_from_fp32_weights"
+    ),
+    f"{_STAGE12}._load_universal_checkpoint": _exactly(
+        "self", "checkpoint_folder", "load_optimizer_states", "load_from_fp32_weights"
+    ),
+    f"{_STAGE12}._restore_from_bit16_weights": _exactly("self"),
     # process groups and partitions
     f"{_STAGE3}._get_sub_group_process_group": _exactly("self", "sub_group_id"),
     f"{_STAGE3}._get_param_partition_rank": _exactly("self", "param"),
@@ -164,6 +199,7 @@ _ATTRIBUTES: Final = (
     "deepspeed.comm.torch:build_shm_op",
     "deepspeed.runtime.zero.partition_parameters:AsyncPartitionedParameterSwapper",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeRoOffload",
+    "deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
     "deepspeed.runtime.zero.parameter_offload:FWD_MODULE_STACK",
 )
 """Names that are looked up when they are used, and so can be bound to another object."""
