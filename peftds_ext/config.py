@@ -75,6 +75,12 @@ class OptimizerConfig(BaseModel):
     beside it. Left out: split if ``states`` is compact, else fp32. Where weights are fp16, or on NVMe, a copy
     is kept in any case."""
 
+    overlap: bool | None = Field(default=None, strict=True)
+    """Whether ``step()`` returns when the gradients' norm is known, and parameters are updated while the next
+    forward runs, which waits for those that it needs. Results are the same to the bit. Left out: where states
+    are on NVMe under ZeRO-3, if no trainable parameter is persistent (see
+    ``stage3_param_persistence_threshold``): such a one can be looked at without being gathered."""
+
 
 class PeftdsConfig(BaseModel):
     """The section ``"peftds_ext"``; what a missing section means as well."""

@@ -372,3 +372,140 @@ def test_what_cannot_be_had_is_refused(runner: Runner, changes: dict[str, Any], 
     said = runner.one(refused, **changes).result
     assert said.startswith("ConfigError")
     assert text in said
+
+
+# -- steps that overlap the next forward ---------------------------------------------------------------------
+
+
+def overlapped(
+    run: Run, tier: str, overlap: bool | None, slow: float = 0.0, **options: Any
+) -> dict[str, Any]:
+    """Train with looks at everything between steps; ``slow`` makes each chunk of a step take so long."""
+    import time
+
+    import deepspeed
+
+    from peftds_ext import ops
+
+    persistent = options.pop("persistent", 0)
+    model = lora(llama(), seed=1)
+    config = config_of(run, tier, gradient_accumulation_steps=2, **options)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = persistent
+    if overlap is not None:
+        config["peftds_ext"].setdefault("optimizer", {})["overlap"] = overlap
+    engine = run.initialize(model, config)
+    kernel, calls = ops.adamw_step_, []
+
+    def slowly(*args: Any, **kwargs: Any) -> None:
+        time.sleep(slow)
+        calls.append(torch.is_grad_enabled())
+        kernel(*args, **kwargs)
+
+    ops.adamw_step_ = slowly
+    seen: dict[str, Any] = {"losses": [], "late": engine.optimizer._peftds_late is not None, "pending": 0}
+    parameters = [p for p in engine.module.parameters() if p.requires_grad]
+    for number, batch in enumerate(tokens(12)):
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        seen["losses"].append(float(loss.detach()))
+        late = engine.optimizer._peftds_late
+        if late is not None and late._running is not None and not late._running.done():
+            seen["pending"] += 1
+        if number == 3:
+            seen["masters"] = masters(engine)
+        elif number == 5:
+            with deepspeed.zero.GatheredParameters(parameters):
+                seen["gathered"] = {str(i): p.detach().clone() for i, p in enumerate(parameters)}
+        elif number == 7:
+            engine.eval()
+            with torch.no_grad():
+                seen["losses"].append(float(engine(input_ids=batch, labels=batch).loss))
+            engine.train()
+        elif number == 9:
+            engine.save_checkpoint(str(run.tmp / "saved"), tag="nine")
+    seen["last"], seen["moments"] = masters(engine), moments(engine)
+    engine.load_checkpoint(str(run.tmp / "saved"), tag="nine")
+    batch = tokens(1)[0]
+    seen["losses"].append(float(engine(input_ids=batch, labels=batch).loss.detach()))
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("tier", "options"),
+    [
+        ("nvme", {}),
+        ("nvme", {"states": "int8"}),
+        ("nvme", {"dtype": "fp16"}),
+        ("cpu", {}),
+        ("cpu", {"states": "bf16"}),
+        ("nvme", {"persistent": 10**6}),
+    ],
+    ids=str,
+)
+def test_overlap_changes_nothing(runner: Runner, tier: str, options: dict[str, Any]) -> None:
+    late = runner.one(overlapped, tier=tier, overlap=True, slow=0.02, **options)
+    plain = runner.one(overlapped, tier=tier, overlap=False, **options).result
+    assert late.said("steps overlap the next forward") == 1
+    assert late.result["late"]
+    assert not plain["late"]
+    assert late.result["pending"] > 0
+    assert late.result["losses"] == plain["losses"]
+    for name in ("masters", "gathered", "last", "moments"):
+        assert furthest(late.result[name], plain[name]) == 0.0, name
+
+
+@pytest.mark.parametrize(
+    ("tier", "options", "expected"),
+    [
+        ("nvme", {}, True),
+        ("cpu", {}, False),
+        ("nvme", {"persistent": 10**6}, False),
+        ("nvme", {"stage": 3, "params": "none"}, False),
+    ],
+    ids=str,
+)
+def test_when_steps_overlap_by_themselves(
+    runner: Runner, tier: str, options: dict[str, Any], expected: bool
+) -> None:
+    assert runner.one(overlapped, tier=tier, overlap=None, **options).result["late"] is expected
+
+
+def fail_late(run: Run, chunk: int) -> list[str]:
+    """Let a transfer fail behind the caller's back, and return what later calls raise."""
+    model = lora(llama(), seed=1)
+    config = config_of(run, "nvme", sub_group_size=200)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    engine = run.initialize(model, config)
+    batches = tokens(3)
+    engine.backward(engine(input_ids=batches[0], labels=batches[0]).loss)
+    engine.step()
+    masters(engine)
+    extents = engine.optimizer._peftds_states._store._file._extents
+    list(extents.values())[chunk].written = False  # a read of it is refused
+    engine.backward(engine(input_ids=batches[1], labels=batches[1]).loss)
+    engine.step()
+    said = []
+    for attempt in (
+        lambda: engine(input_ids=batches[2], labels=batches[2]),
+        lambda: engine(input_ids=batches[2], labels=batches[2]),
+        lambda: masters(engine),
+        engine.step,
+    ):
+        try:
+            attempt()
+        except Exception as error:
+            said.append(type(error).__name__)
+        else:
+            said.append("")
+    return said
+
+
+def test_a_late_step_that_fails_is_told_to_whoever_comes_next(runner: Runner) -> None:
+    assert runner.one(fail_late, chunk=-1, timeout=60).result == ["StateLostError"] * 4
+
+
+def test_a_late_step_that_fails_before_it_has_changed_anything_is_told_once(runner: Runner) -> None:
+    said = runner.one(fail_late, chunk=0, timeout=60).result
+    assert said == ["StorageError", "", "StorageError", ""]  # the record is still refused; a step is late

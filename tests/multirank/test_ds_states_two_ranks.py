@@ -68,3 +68,19 @@ def test_two_ranks_train_and_resume_as_in_memory(
         for name in ("masters", "moments"):
             assert furthest(ours.result[name], expected.result[name]) == 0.0
             assert furthest(again.result[name], expected.result[name]) == 0.0
+
+
+def test_two_ranks_step_late(runner: Runner, tmp_path: Path) -> None:
+    options = {
+        "disk": str(tmp_path / "disk"),
+        "stage": 3,
+        "states": "fp32",
+        "stage3_param_persistence_threshold": 0,
+    }
+    (memory,) = runner.run(train, "ours", world=2, tier="cpu", folder=str(tmp_path / "a"), **options)
+    (disk,) = runner.run(train, "ours", world=2, tier="nvme", folder=str(tmp_path / "b"), **options)
+    for ours, expected in zip(disk, memory, strict=True):
+        assert ours.result["late"]
+        assert not expected.result["late"]
+        assert ours.result["losses"] == expected.result["losses"]
+        assert furthest(ours.result["masters"], expected.result["masters"]) == 0.0

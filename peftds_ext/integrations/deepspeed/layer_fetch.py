@@ -8,7 +8,7 @@ partition is *in memory* while ``param.ds_tensor.data`` is. On the CPU with one 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class LayerFetch:
         self._one_rank = all(map(_is_whole_on_the_host, _each(self._layers)))
         self._budget = budget
         self._recorder = recorder
+        self.before_gather: Callable[[Sequence[Any]], None] = _nobody_cares
+        """Is called with the parameters that are about to be gathered."""
 
     @functools.cached_property
     def _swapped(self) -> list[tuple[Any, ...]]:
@@ -178,6 +180,7 @@ class LayerFetch:
     def _gather(self, parameters: Sequence[Any]) -> None:
         if not parameters:
             return
+        self.before_gather(parameters)
         if not self._one_rank:
             parameters[0].all_gather_coalesced(parameters).wait()
             return

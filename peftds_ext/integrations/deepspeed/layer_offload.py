@@ -18,7 +18,7 @@ summed; without them results are bit-equal to those of a model that is in memory
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -65,6 +65,10 @@ class ZeroCoordinator(LayerCoordinator):
         """Let everything go, also what was gathered by hand."""
         self.forget()
         self._fetch.release_all(module.parameters())
+
+    def wait_before_gather(self, wait: Callable[[Sequence[Any]], None]) -> None:
+        """Let ``wait`` be called with the parameters that a layer is about to gather."""
+        self._fetch.before_gather = wait
 
     def end_step(self, optimizer_began: int) -> None:
         """A step has ended, whose optimizer's part began at a time of the monotonic clock."""

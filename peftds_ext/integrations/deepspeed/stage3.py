@@ -256,10 +256,11 @@ def has_step_hooks(optimizer: Any) -> bool:
 def engine_class(stock: type) -> type:
     """Return the engine's ZeRO-3 optimizer class over DeepSpeed's ``stock`` class."""
     from peftds_ext.integrations.deepspeed.stage3_gradients import LowPrecisionGradients
+    from peftds_ext.integrations.deepspeed.stage3_late import LateSteps
     from peftds_ext.integrations.deepspeed.stage3_layers import LayerHooks
     from peftds_ext.integrations.deepspeed.stage3_nvme import BudgetedReuse, NvmeCheckpoints
     from peftds_ext.integrations.deepspeed.stage3_states import StoredStates
 
-    steps = (LowPrecisionGradients, StoredStates, FusedStep)
+    steps = (LateSteps, LowPrecisionGradients, StoredStates, FusedStep)
     parts = (*steps, LayerHooks, BudgetedReuse, NvmeCheckpoints, stock)
     return type("PeftdsZeroOptimizer_Stage3", parts, {})
