@@ -45,6 +45,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     storage_group.addoption(
         "--io-any-folder", action="store_true", help="also a folder in memory, or without direct I/O"
     )
+    optimizer_group = parser.getgroup("peftds_ext benchmarks: bench_optimizer.py")
+    optimizer_group.addoption(
+        "--nvme-path", type=Path, help="folder on the disk for states (default: pytest's temporary folder)"
+    )
+    optimizer_group.addoption(
+        "--tier", choices=("cpu", "nvme", "all"), default="all", help="where states are (default: all)"
+    )
     stream_group = parser.getgroup("peftds_ext benchmarks: bench_stream.py, bench_start.py")
     stream_group.addoption(
         "--checkpointing", action="store_true", help="compute activations again in the backward pass"
@@ -67,6 +74,9 @@ def pytest_configure(config: pytest.Config) -> None:
         value = config.getoption(option)
         if value < least:
             raise pytest.UsageError(f"--{option.replace('_', '-')} must be at least {least}, got {value}")
+    folder = config.getoption("nvme_path")
+    if folder is not None and not folder.is_dir():
+        raise pytest.UsageError(f"--nvme-path must be a folder, which {folder} is not")
     if config.getoption("check_targets") and config.getoption("rounds") < LEAST_ROUNDS:
         raise pytest.UsageError(f"--check-targets needs --rounds of at least {LEAST_ROUNDS}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contender of ``bench_engine_step.py`` in a process of its own.
+"""One contender of ``bench_engine_step.py`` or ``bench_optimizer.py`` in a process of its own.
 
 Run by :mod:`engine_process`. Reads one command a line from standard input and answers each with one line
 of JSON on the standard output it was started with; everything that libraries print goes to standard error.
@@ -19,20 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baselines import bandwidth
+from baselines import bandwidth, torch_adamw
+from counted import counting
 from interleave import NotMeasured, Phases, timed
+from problem import Problem
 from torch import Tensor, nn
 
-KINDS = ("stock", "ours", "plain")
+KINDS = ("stock", "ours", "plain", "torch")
 Answer = Callable[[dict[str, Any]], None]
 
 
 class Product(nn.Module):
     """``sum(weight * x)``: its backward writes one dense bf16 gradient in one pass, the least there is."""
 
-    def __init__(self, elements: int) -> None:
+    def __init__(self, elements: int, seed: int) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         self.weight = nn.Parameter(0.02 * torch.randn(elements, generator=generator, dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,15 +42,22 @@ class Product(nn.Module):
 
 
 class Model(nn.Module):
-    """The product as a layer below the root, where ZeRO-3 expects parameters."""
+    """Products as layers below the root, where ZeRO-3 expects parameters: ``parts`` of nearly equal size."""
 
-    def __init__(self, elements: int) -> None:
+    def __init__(self, elements: int, parts: int = 1) -> None:
         super().__init__()
-        self.layer = Product(elements)
+        self._sizes = [(elements + part) // parts for part in range(parts)]
+        self.layers = nn.ModuleList(Product(size, seed) for seed, size in enumerate(self._sizes))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layer(x)
-        return result
+        products = [
+            layer(part) for layer, part in zip(self.layers, x.split_with_sizes(self._sizes), strict=True)
+        ]
+        return torch.stack(products).sum()
+
+    def weight(self) -> Tensor:
+        """Return a copy of all weights, which must be present."""
+        return torch.cat([parameter.detach() for parameter in self.parameters()])
 
 
 def inputs(elements: int) -> list[Tensor]:
@@ -61,15 +70,22 @@ def inputs(elements: int) -> list[Tensor]:
 
 @dataclass
 class Training:
-    """What a worker offers: one timed round, and the present weight."""
+    """What a worker offers: one timed round, the present weight, and what our optimizer says it keeps."""
 
     round: Callable[[], Phases]
     weight: Callable[[], Tensor]
+    state_bytes: Callable[[], dict[str, int]] | None = None
 
 
-def plain(elements: int) -> Training:
+def torch_step(elements: int) -> Training:
+    """torch's fused AdamW on one fp32 tensor; a round is its step."""
+    entry = torch_adamw.fused(Problem.make(elements))
+    return Training(entry.contender.run, entry.master.clone)
+
+
+def plain(elements: int, parts: int) -> Training:
     """Forward and backward of the same model without DeepSpeed and without a step."""
-    model, xs = Model(elements), inputs(elements)
+    model, xs = Model(elements, parts), inputs(elements)
     index = 0
     loss = torch.empty(())
 
@@ -81,12 +97,12 @@ def plain(elements: int) -> Training:
 
     def one_round() -> Phases:
         nonlocal index
-        model.layer.weight.grad = None
+        model.zero_grad()
         phases = run()
         index += 1
         return phases
 
-    return Training(one_round, lambda: model.layer.weight.detach().clone())
+    return Training(one_round, model.weight)
 
 
 def one_rank_environment() -> None:
@@ -119,11 +135,13 @@ def keep_messages() -> list[str]:
     return messages
 
 
-def engine(elements: int, config: dict[str, Any], *, install: bool) -> Training:
+def engine(
+    elements: int, parts: int, config: dict[str, Any], *, install: bool, count_bytes: bool
+) -> Training:
     """Build a DeepSpeed engine, ours with ``install``; a round is forward, backward and step.
 
     Raises:
-        NotMeasured: DeepSpeed is missing, or stock's cpu_adam op can be neither loaded nor built.
+        NotMeasured: DeepSpeed is missing, or an op that stock needs cannot work here.
     """
     one_rank_environment()
     if install:
@@ -136,11 +154,13 @@ def engine(elements: int, config: dict[str, Any], *, install: bool) -> Training:
         peftds_ext.install()
     else:
         from baselines.deepspeed_adam import cpu_adam_class
+        from baselines.deepspeed_build import require_disk_ops
 
         cpu_adam_class()
+        require_disk_ops(config["zero_optimization"], -(-elements // parts))
         import deepspeed
 
-    model, xs = Model(elements), inputs(elements)
+    model, xs = Model(elements, parts), inputs(elements)
     built, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     check_whose(built.optimizer, ours=install)
     index = 0
@@ -150,7 +170,8 @@ def engine(elements: int, config: dict[str, Any], *, install: bool) -> Training:
         nonlocal loss
         loss = built(xs[index % 2])
 
-    run = timed({"forward": forward, "backward": lambda: built.backward(loss), "step": built.step})
+    steps = {"forward": forward, "backward": lambda: built.backward(loss), "step": built.step}
+    run = (counting if count_bytes else timed)(steps)
 
     def one_round() -> Phases:
         nonlocal index
@@ -159,16 +180,24 @@ def engine(elements: int, config: dict[str, Any], *, install: bool) -> Training:
         return phases
 
     def weight() -> Tensor:
-        with deepspeed.zero.GatheredParameters([model.layer.weight]):
-            return model.layer.weight.detach().clone()
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return model.weight()
 
-    return Training(one_round, weight)
+    return Training(one_round, weight, built.optimizer.peftds_state_bytes if install else None)
 
 
 def _build(options: argparse.Namespace) -> Training:
     if options.kind == "plain":
-        return plain(options.elements)
-    return engine(options.elements, json.loads(options.config), install=options.kind == "ours")
+        return plain(options.elements, options.parts)
+    if options.kind == "torch":
+        return torch_step(options.elements)
+    return engine(
+        options.elements,
+        options.parts,
+        json.loads(options.config),
+        install=options.kind == "ours",
+        count_bytes=options.count_bytes,
+    )
 
 
 def _serve(options: argparse.Namespace, answer: Answer) -> None:
@@ -187,6 +216,8 @@ def _serve(options: argparse.Namespace, answer: Answer) -> None:
             answer({"saved": argument})
         elif command == "messages":
             answer({"messages": messages})
+        elif command == "state_bytes" and training.state_bytes is not None:
+            answer({"state_bytes": training.state_bytes()})
         else:
             raise ValueError(f"unknown command {line!r} for a worker of kind {options.kind}")
 
@@ -196,7 +227,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--elements", type=int, required=True)
+    parser.add_argument("--parts", type=int, default=1, help="parameters that share the elements")
     parser.add_argument("--config", default="{}", help="DeepSpeed configuration as JSON")
+    parser.add_argument("--count-bytes", action="store_true", help="count what moves to and from disks")
     options = parser.parse_args()
 
     serve_in_lines(lambda answer: _serve(options, answer))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 Phases = dict[str, float]
-"""Seconds by the name of a phase."""
+"""Seconds by the name of a phase. Counts may stand beside them, where a contender makes any."""
 
 SETTLE_S = 0.05
 """Pause before each run. GNU OpenMP's threads spin for about 10 ms after their work, and would take a core

@@ -3,23 +3,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import itertools
-import mmap
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import system_calls
 import torch
-from interleave import Contender, NotMeasured, Phases, race
+from interleave import Contender, Phases, race
 from storage import BLOCK, DEPTH, DIRECTIONS, Storage, accounted, check_round_trip
 from torch import Tensor
 
-from baselines.deepspeed_build import prepare_environment, root_cause
+from baselines.deepspeed_build import async_io_op, require_direct, require_lockable
 
 SWEEP = tuple(itertools.product((False, True), (False, True), (1, 2, 4)))
 """``single_submit``, ``overlap_events``, ``intra_op_parallelism``: the settings that are tried. The last is a
@@ -30,41 +27,6 @@ SWEEP_ROUNDS = 3
 
 class AioError(RuntimeError):
     """``aio_handle`` did not do what it was asked to."""
-
-
-def _module() -> Any:
-    """Return DeepSpeed's op, which it compiles on first use; raises NotMeasured."""
-    prepare_environment()
-    try:
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-    except ImportError as error:
-        raise NotMeasured(f"DeepSpeed cannot be imported: {error}") from error
-    try:
-        return AsyncIOBuilder().load(verbose=False)
-    except (RuntimeError, ImportError, OSError, AttributeError) as error:
-        raise NotMeasured(
-            f"DeepSpeed's async_io op cannot be loaded or built: {root_cause(error)}"
-        ) from error
-
-
-def _require_lockable(size: int) -> None:
-    """Raise NotMeasured unless ``size`` bytes can be locked: the op would end the process."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with mmap.mmap(-1, size) as memory:
-        view = (ctypes.c_char * size).from_buffer(memory)
-        failed = libc.mlock(ctypes.byref(view), ctypes.c_size_t(size)) != 0
-        reason = os.strerror(ctypes.get_errno())
-        del view
-    if failed:
-        raise NotMeasured(f"aio_handle's memory of {size} bytes cannot be locked ({reason}): see ulimit -l")
-
-
-def _require_direct(path: Path) -> None:
-    """Raise NotMeasured unless the file can be opened as the op does it."""
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_DIRECT))
-    except OSError as error:
-        raise NotMeasured(f"aio_handle has direct I/O only, and it is refused: {error.strerror}") from error
 
 
 def _move(handle: Any, memory: Tensor, path: Path, direction: str, size: int) -> None:
@@ -82,11 +44,11 @@ class AioHandle:
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
-        self._module = _module()
-        _require_lockable(storage.size)
+        self._module = async_io_op()
+        require_lockable(storage.size)
         self.name = name
         self._path = storage.make_file(name)
-        _require_direct(self._path)
+        require_direct(self._path)
         self._owner = self._module.aio_handle(BLOCK, DEPTH)
         self._memory = self._owner.new_cpu_locked_tensor(storage.size, torch.empty(0, dtype=torch.uint8))
         self._memory.zero_()

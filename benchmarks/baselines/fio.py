@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import statistics
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import system_calls
@@ -20,6 +22,12 @@ ENGINES = {"fio io_uring": "io_uring", "fio threads": "psync", "fio libaio": "li
 share the file, each with a part of its own. (fio can also let them take turns at one stream, by
 ``--io_submit_mode=offload``; but of such runs of 3.33 some never end.)"""
 
+# What costs fio time and is no part of the transfer is switched off.
+_SAME_FOR_ALL = (
+    "--thread", "--direct=1", f"--bs={BLOCK}", "--scramble_buffers=0", "--disk_util=0", "--invalidate=0",
+    "--output-format=json",
+)  # fmt: skip
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _START_RUNS = 3
 _PATIENCE_S = 300.0
 
@@ -39,18 +47,12 @@ class Fio:
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
-        executable = shutil.which("fio")
-        if executable is None:
-            raise NotMeasured("fio is not installed")
-        path = str(storage.make_file(name)).replace(":", r"\:")  # a colon separates names
         self._threads = DEPTH if ENGINES[name] == "psync" else 1
         part = storage.size // self._threads
         self._base = [
-            executable, f"--name={name}", f"--filename={path}", f"--ioengine={ENGINES[name]}",
-            f"--bs={BLOCK}", f"--iodepth={DEPTH // self._threads}", f"--numjobs={self._threads}", "--thread",
-            f"--size={part}", f"--offset_increment={part}", "--group_reporting", "--direct=1",
-            # What costs fio time and is no part of the transfer.
-            "--scramble_buffers=0", "--disk_util=0", "--invalidate=0", "--output-format=json",
+            _executable(), "--group_reporting", *_SAME_FOR_ALL,
+            *_job(storage.make_file(name), ENGINES[name], part, DEPTH // self._threads),
+            f"--numjobs={self._threads}", f"--offset_increment={part}",
         ]  # fmt: skip
         self.name = name
         self.notes: list[str] = []
@@ -87,37 +89,92 @@ class Fio:
     def _run(self, direction: str, size: int) -> tuple[dict[str, Any], float]:
         """Return fio's report of its one job, and the processor seconds of the whole process."""
         before = cpu_seconds(resource.RUSAGE_CHILDREN)
-        try:
-            run = subprocess.run(
-                self._command(direction, size),
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_PATIENCE_S,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise FioError(f"{self.name} did not {direction} {size} bytes within {_PATIENCE_S} s") from error
-        cpu = cpu_seconds(resource.RUSAGE_CHILDREN) - before
-        if run.returncode != 0:
-            words = " ".join((run.stderr.strip() or run.stdout.strip()).split())
-            raise FioError(f"{self.name} cannot {direction}: exit status {run.returncode}: {words[:300]}")
-        return self._checked(direction, size, run.stdout), cpu
+        (job,) = _run(self.name, self._command(direction, size), {direction: size})
+        return job, cpu_seconds(resource.RUSAGE_CHILDREN) - before
 
-    def _checked(self, direction: str, size: int, output: str) -> dict[str, Any]:
+
+class FioBothWays:
+    """fio with io_uring, reading one file while it overwrites another one, the same number of bytes.
+
+    Each direction has the whole depth in flight. That they start together is fio's care. Its buffers are in
+    huge pages where glibc can: in scattered ones the kernel splits blocks, and the disk could do more.
+
+    Raises:
+        NotMeasured: fio is missing, or fails here.
+    """
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self._name, self._size = name, storage.size
+        self._command = [_executable(), *_SAME_FOR_ALL]
+        for direction in DIRECTIONS:
+            path = storage.make_file(f"{name}, {direction}")
+            self._command += [*_job(path, "io_uring", storage.size, DEPTH), f"--rw={direction}"]
         try:
-            job: dict[str, Any] = json.loads(output)["jobs"][0]
-            found = (job["error"], job[direction]["io_bytes"], job[direction]["short_ios"])
-        except (ValueError, LookupError) as error:
-            raise FioError(f"{self.name} reported something else than a job: {output[:300]!r}") from error
-        if found != (0, size, 0):
-            raise FioError(f"{self.name}: error, bytes and short transfers are {found}, not {(0, size, 0)}")
-        return job
+            self.transfer()
+        except FioError as error:
+            raise NotMeasured(str(error)) from error
+
+    def transfer(self) -> Phases:
+        """Move all bytes in both directions; the seconds are those until the slower direction ends."""
+        jobs = _run(self._name, self._command, dict.fromkeys(DIRECTIONS, self._size), _HUGE_PAGES)
+        runtimes = [job[direction]["runtime"] for job, direction in zip(jobs, DIRECTIONS, strict=True)]
+        if max(runtimes) == 0:
+            raise FioError(f"{self._name}: {self._size} bytes take less than fio's clock shows")
+        return {"transfer": max(runtimes) / 1e3}
+
+
+def _executable() -> str:
+    executable = shutil.which("fio")
+    if executable is None:
+        raise NotMeasured("fio is not installed")
+    return executable
+
+
+def _job(path: Path, engine: str, size: int, depth: int) -> list[str]:
+    """Return the options of a job that begins here and has options of its own."""
+    escaped = str(path).replace(":", r"\:")  # a colon separates names
+    options = [f"--name={path.stem}", f"--filename={escaped}", f"--ioengine={engine}"]
+    return [*options, f"--iodepth={depth}", f"--size={size}"]
+
+
+def _run(
+    name: str, command: Sequence[str], moved: dict[str, int], variables: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Run fio and return the report of each job; ``moved``: the bytes of each, in order, by direction.
+
+    Raises:
+        FioError: fio failed, or moved something else.
+    """
+    what = " and ".join(f"{direction} {size} bytes" for direction, size in moved.items())
+    try:
+        run = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_PATIENCE_S,
+            env={**os.environ, **(variables or {})},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise FioError(f"{name} did not {what} within {_PATIENCE_S} s") from error
+    if run.returncode != 0:
+        words = " ".join((run.stderr.strip() or run.stdout.strip()).split())
+        raise FioError(f"{name} cannot {what}: exit status {run.returncode}: {words[:300]}")
+    try:
+        jobs: list[dict[str, Any]] = json.loads(run.stdout)["jobs"]
+        found = [
+            (job["error"], job[direction]["io_bytes"], job[direction]["short_ios"])
+            for job, direction in zip(jobs, moved, strict=True)
+        ]
+    except (ValueError, LookupError) as error:
+        raise FioError(f"{name} reported something else than its jobs: {run.stdout[:300]!r}") from error
+    for one, size in zip(found, moved.values(), strict=True):
+        if one != (0, size, 0):
+            raise FioError(f"{name}: error, bytes and short transfers are {one}, not {(0, size, 0)}")
+    return jobs
 
 
 def version() -> str:
     """Return fio's version as it calls itself; raises NotMeasured."""
-    executable = shutil.which("fio")
-    if executable is None:
-        raise NotMeasured("fio is not installed")
-    run = subprocess.run([executable, "--version"], capture_output=True, text=True, check=True)
+    run = subprocess.run([_executable(), "--version"], capture_output=True, text=True, check=True)
     return run.stdout.strip()
