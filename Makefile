@@ -38,7 +38,7 @@ python-test: install
 install: $(BUILT)
 
 bench: install
-	$(BIN)/python -m pytest benchmarks/bench_adamw.py benchmarks/bench_engine_step.py benchmarks/bench_stream.py benchmarks/bench_start.py benchmarks/bench_io.py -s
+	$(BIN)/python -m pytest benchmarks/bench_adamw.py benchmarks/bench_engine_step.py benchmarks/bench_optimizer.py benchmarks/bench_stream.py benchmarks/bench_start.py benchmarks/bench_io.py -s
 
 lint: install
 	$(BIN)/ruff check .

@@ -70,7 +70,7 @@ def test_misspelt_key_gets_the_nearest_one_and_the_list() -> None:
     message = str(caught.value)
     assert "peftds_ext.enabeld: unknown key" in message
     assert "Did you mean peftds_ext.enabled?" in message
-    assert "Known keys: enabled, on_conflict, params, io" in message
+    assert "Known keys: enabled, on_conflict, params, optimizer, io" in message
 
 
 def test_key_that_resembles_none_gets_the_list_alone() -> None:
@@ -102,6 +102,20 @@ def test_auto_is_refused_at_any_depth(section: dict[str, Any], key: str) -> None
 def test_nested_section_refuses_unknown_keys_by_their_full_name(outer: str) -> None:
     with pytest.raises(ConfigError, match=rf"s\.{outer}\.queue_dept: .*Did you mean s\.{outer}\.queue_depth"):
         parse_model(_Outer, {outer: {"queue_dept": 3}}, path="s")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        ({"states": "fp16"}, r"^peftds_ext\.optimizer\.states: .*'int8'"),
+        ({"master": "bf16"}, r"^peftds_ext\.optimizer\.master: .*'split'"),
+        ({"overlap": "yes"}, r"^peftds_ext\.optimizer\.overlap: .*boolean"),
+        ({"state": "int8"}, r"optimizer\.state: unknown key\. Did you mean peftds_ext\.optimizer\.states"),
+    ],
+)
+def test_forms_of_states_that_do_not_exist(optimizer: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        parse_section({"optimizer": optimizer})
 
 
 def test_nested_wrong_type_is_named_in_full() -> None:

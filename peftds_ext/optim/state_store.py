@@ -27,7 +27,7 @@ from peftds_ext.store.folder import StoreFolder
 from peftds_ext.store.refusals import refused
 from peftds_ext.store.swap_file import PendingReads, PendingWrite, SwapFile
 
-_CHUNK_BYTES: Final = 8 << 20
+_CHUNK_BYTES: Final = 16 << 20
 _CHUNK_STEP: Final = 1 << 16
 """Chunks are a multiple of this many elements, so that blocks and vectors do not cross their borders."""
 
@@ -176,7 +176,9 @@ class FileStore:
             StorageError: it cannot be made.
         """
         self._folder, self._engine = folder, engine
-        self._file = SwapFile(folder, engine, rank=rank, world_size=world_size, volatile=True)
+        # In one queue reads and writes would come in turns of a chunk each, and one direction would rest.
+        writer = StorageEngine(engine.settings)
+        self._file = SwapFile(folder, engine, rank=rank, world_size=world_size, writer=writer, volatile=True)
         self._read_bytes = self._written_bytes = 0
         self._waited_seconds = 0.0
 

@@ -71,19 +71,23 @@ class SwapFile:
         *,
         rank: int = 0,
         world_size: int = 1,
+        writer: StorageEngine | None = None,
         volatile: bool = False,
     ) -> None:
         """Make the data file in ``folder``.
 
+        With ``writer`` writes have an engine of their own, so that they and reads do not stand in one queue.
         With ``volatile`` records are written again and again: the manifest never tells their checksums.
 
         Raises:
             StorageError: the file cannot be made.
         """
-        self._folder, self._engine = folder, engine
+        self._folder, self._engine, self._writer = folder, engine, writer or engine
         self._rank, self._world_size = rank, world_size
         self._volatile = volatile
         self._opened: File | None = engine.create_file(folder.data_path)
+        if writer is not None:
+            writer.native.attach(self._opened)
         self._extents: dict[str, _Extent] = {}
         self._end = 0
         self._lock = threading.RLock()
@@ -135,7 +139,7 @@ class SwapFile:
                 extent.crc32c = checksums(flat, _CHECKSUM_BLOCK)
             extent.compared, extent.rewritten = False, extent.written or self._volatile
             extent.written = False
-        return PendingWrite(self, key, self._engine.write(self._file, [(extent.offset, flat)]))
+        return PendingWrite(self, key, self._writer.write(self._file, [(extent.offset, flat)]))
 
     def reserve(self, key: str, dtype: torch.dtype, numel: int) -> None:
         """Take a record's room on the disk before it is first written.
@@ -306,8 +310,9 @@ class SwapFile:
         return extent
 
     def close(self) -> None:
-        """End the engine and remove the folder. Idempotent."""
+        """End the engines and remove the folder. Idempotent."""
         self._engine.close()
+        self._writer.close()
         self._opened = None
         self._folder.remove()
 
