@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from peftds_ext.errors import StateLostError
+
+logger = logging.getLogger("peftds_ext")
 
 Report = Callable[[int, int], None]
 """Called with a group and with how many of its elements are done, from the first one."""
@@ -23,6 +26,8 @@ class LateStep:
         self._progress = threading.Condition()
         self._done: dict[int, int] = {}
         self._running: Future[None] | None = None
+        self._work: Callable[[Report], None] | None = None
+        """What has failed before it had changed anything: whoever comes next has it tried again."""
 
     def begin(self, work: Callable[[Report], None]) -> None:
         """Start ``work``, which steps groups in their order and reports what is done.
@@ -31,7 +36,10 @@ class LateStep:
             Exception: what the work before this one raised.
         """
         self.finish()
-        self._done = {}
+        self._start(work)
+
+    def _start(self, work: Callable[[Report], None]) -> None:
+        self._done, self._work = {}, work
         self._running = self._thread.submit(self._run, work, torch.get_num_threads())
         self._running.add_done_callback(lambda _: self._tell())
 
@@ -41,7 +49,7 @@ class LateStep:
         Raises:
             Exception: what the work raised.
         """
-        running = self._running
+        running = self._current()
         if running is None:
             return
         with self._progress:
@@ -55,9 +63,10 @@ class LateStep:
         """Wait until all is done.
 
         Raises:
-            Exception: what the work raised, once; StateLostError to every call.
+            Exception: what the work raised. StateLostError is raised to every call; with any other nothing
+                was changed, and the next call has the work tried again.
         """
-        running = self._running
+        running = self._current()
         if running is None:
             return
         try:
@@ -67,11 +76,21 @@ class LateStep:
         except Exception:
             self._running = None
             raise
-        self._running = None
+        self._running = self._work = None
+
+    def _current(self) -> Future[None] | None:
+        """Return what is under way, after starting again what has failed."""
+        if self._running is None and self._work is not None:
+            self._start(self._work)
+        return self._running
 
     def close(self) -> None:
-        """End the thread when it has done its work. Idempotent."""
+        """End the thread when it has done its work; what nobody has asked for is logged. Idempotent."""
         self._thread.shutdown()
+        running, self._running = self._running, None
+        error = running.exception() if running is not None else None
+        if error is not None:
+            logger.error("the last step failed: %s", error)
 
     def _run(self, work: Callable[[Report], None], threads: int) -> None:
         torch.set_num_threads(threads)  # of this thread

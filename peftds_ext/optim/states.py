@@ -148,7 +148,7 @@ class OptimizerStates:
                 self._finish()
         except BaseException as error:
             if started:
-                self._lose(error)
+                self.lose(error)
             self._sweep, self._next = None, 0
             raise
 
@@ -180,15 +180,22 @@ class OptimizerStates:
         if self._sweep is not None and not in_step:
             broken_off = InterruptedError("it was broken off between two groups")
             self._sweep, self._next = None, 0
-            self._lose(broken_off)
+            self.lose(broken_off)
         if self._lost:
             raise StateLostError(self._lost)
 
-    def _lose(self, error: BaseException) -> None:
+    def lose(self, error: BaseException) -> None:
+        """Let every later use of the states be refused, since a step failed half-way.
+
+        Raises:
+            StateLostError: unless ``error`` is something like Ctrl-C, which the caller raises.
+        """
+        if self._lost:
+            return
         last = f"resume from {self.checkpoint}" if self.checkpoint else "no checkpoint was made in this run"
         self._lost = (
             "the optimizer's states are lost, since a step failed when part of it was done; "
-            f"{last}. What failed: {error or type(error).__name__}"
+            f"{last}. What failed: {str(error) or type(error).__name__}"
         )
         self._sweep, self._next = None, 0
         if isinstance(error, Exception):
@@ -259,7 +266,7 @@ class OptimizerStates:
                     else:
                         _write_moment(chunk, name, values[part])
         except BaseException as error:
-            self._lose(error)
+            self.lose(error)
             raise
 
     def steps(self, group: int) -> int:
@@ -317,7 +324,7 @@ class OptimizerStates:
                     chunk.arrays[name].copy_(source[taken[name] : taken[name] + count])
                     taken[name] += count
         except BaseException as error:
-            self._lose(error)
+            self.lose(error)
             raise
 
 

@@ -93,6 +93,23 @@ def fail_first(run: Run, disk: str) -> dict[str, Any]:
     return {"error": error, "apart": apart, "losses": [step(engine, batch) for batch in batches[1:]]}
 
 
+def fail_under_hooks(run: Run, disk: str) -> dict[str, Any]:
+    """Let DeepSpeed step sub-groups one by one, and a later one fail."""
+    engine = engine_of(run, disk)
+    engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    batches = tokens(3)
+    step(engine, batches[0])
+    forward_and_backward(engine, batches[1])
+    list(engine.optimizer._peftds_states._store._file._extents.values())[-1].written = False
+    errors = []
+    for attempt in (engine.step, lambda: masters(engine)):
+        try:
+            attempt()
+        except Exception as error:
+            errors.append(type(error).__name__)
+    return {"errors": errors}
+
+
 def full_disk(run: Run, disk: str, size: str) -> dict[str, Any]:
     """Initialize on a file system that has too little room."""
     if reason := limits.mount_in_memory(Path(disk), f"size={size}"):

@@ -68,6 +68,11 @@ def test_a_read_that_fails_first_changes_nothing(runner: Runner, disk: str) -> N
     assert len(result["losses"]) == 2
 
 
+def test_a_step_by_deepspeed_that_fails_half_way_loses_the_states(runner: Runner, disk: str) -> None:
+    result = runner.one(state_runs.fail_under_hooks, disk=disk, timeout=90).result
+    assert result["errors"] == ["StateLostError", "StateLostError"]
+
+
 @pytest.mark.parametrize(("fault", "kind"), [("eio", "StorageError"), ("enospc", "StorageFullError")])
 def test_a_write_that_fails_at_initialization(runner: Runner, disk: str, fault: str, kind: str) -> None:
     result = _fail(runner, disk, f"write:{fault}@2")

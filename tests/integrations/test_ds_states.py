@@ -355,7 +355,8 @@ def test_step_hooks_see_whole_states(runner: Runner, master: str) -> None:
 
 def refused(run: Run, **changes: Any) -> str:
     config = config_of(run, "cpu", states="int8")
-    config["zero_optimization"] |= changes
+    zero = config["zero_optimization"] | changes
+    config["zero_optimization"] = {key: value for key, value in zero.items() if value is not None}
     try:
         run.initialize(lora(llama()), config)
     except Exception as error:
@@ -367,6 +368,7 @@ def refused(run: Run, **changes: Any) -> str:
     ("changes", "text"),
     [
         ({"offload_optimizer": {"device": "none"}}, "the optimizer is not offloaded"),
+        ({"stage": 0, "offload_optimizer": None, "offload_param": None}, "the optimizer is not offloaded"),
         ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "ratio below 1"),
         ({"offload_optimizer": {"device": "nvme"}}, "offload_optimizer.nvme_path: missing"),
     ],
@@ -510,6 +512,85 @@ def test_a_late_step_that_fails_is_told_to_whoever_comes_next(runner: Runner) ->
     assert runner.one(fail_late, chunk=-1, timeout=60).result == ["StateLostError"] * 4
 
 
-def test_a_late_step_that_fails_before_it_has_changed_anything_is_told_once(runner: Runner) -> None:
-    said = runner.one(fail_late, chunk=0, timeout=60).result
-    assert said == ["StorageError", "", "StorageError", ""]  # the record is still refused; a step is late
+def test_a_late_step_that_fails_before_it_has_changed_anything_is_told_until_it_succeeds(
+    runner: Runner,
+) -> None:
+    assert runner.one(fail_late, chunk=0, timeout=60).result == ["StorageError"] * 4
+
+
+def fail_and_go_on(run: Run, fail: bool, late: bool, stage: int, dtype: str) -> dict[str, Any]:
+    """Let the second step fail before it has changed anything, and make it again."""
+    changes = {"fp16": {"enabled": True, "initial_scale_power": 6}} if dtype == "fp16" else {}
+    config = config_of(run, "nvme", stage=stage, dtype=dtype, gradient_clipping=0.01, **changes)
+    config["peftds_ext"]["optimizer"] = {"overlap": late}
+    if stage == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    engine = run.initialize(lora(llama(), seed=1), config)
+    record = next(iter(engine.optimizer._peftds_states._store._file._extents.values()))
+    losses, errors = [], []
+    for number, batch in enumerate(tokens(4)):
+        loss = engine(input_ids=batch, labels=batch).loss
+        losses.append(float(loss.detach()))
+        engine.backward(loss)
+        record.written = not (fail and number == 1)  # a read of it is refused
+        for attempt in (engine.step, lambda: masters(engine)):
+            try:
+                attempt()
+            except Exception as error:
+                errors.append(type(error).__name__)
+                record.written = True
+                attempt()
+    return {"losses": losses, "errors": errors, "masters": masters(engine), "moments": moments(engine)}
+
+
+@pytest.mark.parametrize(
+    ("stage", "late", "dtype"),
+    [(3, False, "bf16"), (3, True, "bf16"), (2, False, "fp16"), (1, False, "bf16")],
+)
+def test_a_step_that_failed_is_made_again(runner: Runner, stage: int, late: bool, dtype: str) -> None:
+    options = {"late": late, "stage": stage, "dtype": dtype, "timeout": 60}
+    failed = runner.one(fail_and_go_on, fail=True, **options).result
+    smooth = runner.one(fail_and_go_on, fail=False, **options).result
+    assert failed["errors"] == ["StorageError"]
+    assert smooth["errors"] == []
+    assert failed["losses"] == smooth["losses"]
+    for name in ("masters", "moments"):
+        assert furthest(failed[name], smooth[name]) == 0.0
+
+
+def freeze_after_step(run: Run, overlap: bool) -> list[Any]:
+    """Freeze adapters while a step that trains them is under way, and look at what they do and are."""
+    import time
+
+    import deepspeed
+
+    from peftds_ext import ops
+
+    config = config_of(run, "nvme")
+    config["peftds_ext"]["optimizer"] = {"overlap": overlap}
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    engine = run.initialize(lora(llama(), seed=1), config)
+    kernel = ops.adamw_step_
+    ops.adamw_step_ = lambda *args, **kwargs: (time.sleep(0.05 * overlap), kernel(*args, **kwargs))[1]
+    parameters = [p for p in engine.module.parameters() if p.requires_grad]
+    seen: list[Any] = []
+    for batch in tokens(2):
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        if not seen:
+            with torch.no_grad():
+                seen.append(float(engine(input_ids=batch, labels=batch).loss))
+        with deepspeed.zero.GatheredParameters(parameters):
+            seen.append([parameter.detach().clone() for parameter in parameters])
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+    return seen
+
+
+def test_frozen_parameters_are_waited_for_as_well(runner: Runner) -> None:
+    late, plain = (runner.one(freeze_after_step, overlap=overlap).result for overlap in (True, False))
+    assert late[0] == plain[0]
+    for ours, expected in zip(late[1:], plain[1:], strict=True):
+        assert all(map(torch.equal, ours, expected))

@@ -18,7 +18,7 @@ from peftds_ext.integrations.deepspeed.conflicts import check_conflicts
 from peftds_ext.integrations.deepspeed.offload import offloads_optimizer, offloads_parameters_to_nvme
 from peftds_ext.integrations.deepspeed.section import load_config, read_section
 from peftds_ext.integrations.deepspeed.stage3_nvme import note_checkpoints
-from peftds_ext.integrations.deepspeed.stored_states import check_optimizer_nvme_path
+from peftds_ext.integrations.deepspeed.stored_states import check_optimizer_nvme_path, refuse_compact
 from peftds_ext.integrations.deepspeed.swapper_seam import SwapperSeam, check_nvme_path, check_source
 from peftds_ext.integrations.deepspeed.switch import engine_enabled
 from peftds_ext.integrations.deepspeed.versions import check_deepspeed
@@ -145,6 +145,8 @@ def _initialize(
 
     check_nvme_path(raw)
     check_optimizer_nvme_path(raw)
+    if not offloads_optimizer(raw):
+        refuse_compact(section.optimizer, "the optimizer is not offloaded")
     check_source(raw, given.get("model"))
     with engine_enabled(), _optimizers_bound(raw):
         client = given.get("optimizer")

@@ -124,6 +124,15 @@ class StoredStates12(Stage12Seam):
 
     # ---- the step ---------------------------------------------------------------------------
 
+    def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
+        """Keep the factor for the kernel, so that a step that has failed can be made again."""
+        if self._stored_states is None or has_step_hooks(self.optimizer):
+            super().unscale_and_clip_grads(grad_groups_flat, total_norm)
+            return
+        one = torch.ones(1)
+        super().unscale_and_clip_grads([one], total_norm)
+        self._peftds_grad_scale = float(one)
+
     def _optimizer_step(self, group_no: int) -> None:
         """Run the kernel on a group where its states are; it writes the low-precision weights as well."""
         if self._stored_states is None:
@@ -136,6 +145,7 @@ class StoredStates12(Stage12Seam):
             super()._optimizer_step(group_no)
             return
         settings = adam_settings(self.optimizer.param_groups[group_no], adamw_mode=self.optimizer.adam_w_mode)
+        settings["grad_scale"] = self._peftds_grad_scale
         buffer = self.param_buffer_of_bit16_for_cpu_offload_groups[group_no]
         self._stored_states.step(group_no, master.grad, buffer, settings)
         self.optimizer._opt_called = True  # what torch's schedulers look for
@@ -143,14 +153,19 @@ class StoredStates12(Stage12Seam):
 
     def step(self, closure: Any = None) -> None:
         """Step, and let the masters be placeholders again."""
-        super().step(closure)
         if self._stored_states is None:
+            super().step(closure)
             return
-        for group, master in enumerate(self.single_partition_of_fp32_groups):
-            if self._peftds_lender.has_lent(group):
-                self._peftds_lender.give_back(group, write=True)
-            else:
-                master.data = placeholder(master.numel())
+        succeeded = False
+        try:
+            super().step(closure)
+            succeeded = True
+        finally:
+            for group, master in enumerate(self.single_partition_of_fp32_groups):
+                if self._peftds_lender.has_lent(group):
+                    self._peftds_lender.give_back(group, write=succeeded)
+                else:
+                    master.data = placeholder(master.numel())
 
     # ---- who looks at states ------------------------------------------------------------------
 

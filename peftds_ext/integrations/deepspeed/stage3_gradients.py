@@ -38,7 +38,7 @@ class LowPrecisionGradients(Base):
             # Of this window, by ds_id: the sum of squares of each partition that has a gradient.
             self._peftds_squares: dict[int, Tensor] = {}
             self._peftds_norms: Tensor | None = None
-            self._peftds_window_over = False
+            self._peftds_window_over = self._peftds_step_failed = False
             # Of this window, by ds_id: sums that are still on the device, and which of them the host has.
             self._peftds_totals: dict[int, Tensor] = {}
             self._peftds_handed_over: set[int] = set()
@@ -168,23 +168,30 @@ class LowPrecisionGradients(Base):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard what the window has gathered so far, too."""
         super().zero_grad(set_to_none=set_to_none)
-        if self._keeps_gradients and not self._peftds_window_over:
+        if self._keeps_gradients and (self._peftds_step_failed or not self._peftds_window_over):
             self._start_window()
 
     # ---- step -------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        """Step and end the window. Its gradients stay readable (AdaLoRA reads them) until the next comes."""
+        """Step and end the window. Its gradients stay readable (AdaLoRA reads them) until the next comes.
+
+        A step that has failed can be made again with the same gradients.
+        """
         if not self._keeps_gradients:
             super().step(closure)
             return
+        if self._peftds_step_failed:
+            self._peftds_window_over = False
         self._leave_finished_window()
         self._zero_untouched()
         self._sync_gradients()
         self._peftds_totals.clear()
         self._peftds_applied_scale = 1.0
+        self._peftds_step_failed = True
         try:
             super().step(closure)
+            self._peftds_step_failed = False
         finally:
             self._peftds_window_over = True
 
@@ -200,7 +207,7 @@ class LowPrecisionGradients(Base):
             self._start_window()
 
     def _start_window(self) -> None:
-        self._peftds_window_over = False
+        self._peftds_window_over = self._peftds_step_failed = False
         self._peftds_squares.clear()
         self._peftds_totals.clear()
         self._peftds_handed_over.clear()

@@ -93,7 +93,8 @@ class LateSteps(Base):
             return
         needed: dict[int, int] = {}
         for parameter in parameters:
-            place = self.grad_position.get(self.get_param_id(parameter)) if parameter.requires_grad else None
+            # Whether it is stepped was decided when the optimizer was made, whatever requires_grad says now.
+            place = self.grad_position.get(self.get_param_id(parameter))
             if place is not None:
                 group, offset, numel = place
                 needed[group] = max(needed.get(group, 0), offset + numel)
@@ -114,6 +115,8 @@ class LateSteps(Base):
     def step(self, closure: Any = None) -> None:
         """Step when the last step is over."""
         self._finish_step()
+        if self._peftds_late is not None:
+            self._peftds_work = []  # what a step that was broken off has noted
         super().step(closure)
 
     def _apply(
@@ -144,7 +147,8 @@ class LateSteps(Base):
 
         self._peftds_late.begin(do)
         persistent = self.persistent_parameters
-        self.persistent_parameters = [param for param in persistent if not param.requires_grad]
+        stepped = self.grad_position
+        self.persistent_parameters = [p for p in persistent if self.get_param_id(p) not in stepped]
         try:
             super()._post_step(timer_names)
         finally:

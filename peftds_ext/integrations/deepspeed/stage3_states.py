@@ -85,6 +85,10 @@ class StoredStates(Base):
             for group, numel in enumerate(self.fp16_partitioned_groups_flat_numel):
                 (dtype,) = self._low_precision_dtypes(group)
                 form = choose_format(config, dtype, in_memory=self._in_one_buffer(group))
+                if config.master == "split" and form.master == "fp32":
+                    self._say_once(
+                        "optimizer.master: fp32 copies are kept of weights that are fp16 or on NVMe"
+                    )
                 states.add(int(numel), form, self._weights_of(group) if form.needs_weights else None)
         except BaseException:
             self._close_store()
@@ -130,6 +134,19 @@ class StoredStates(Base):
             self._stored_states.close()
 
     # ---- the step ---------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        """Step; what fails when DeepSpeed has stepped some sub-groups and not the others loses the states."""
+        if self._stored_states is None:
+            super().step(closure)
+            return
+        before = self._peftds_lender.stored
+        try:
+            super().step(closure)
+        except BaseException as error:
+            if self._peftds_lender.stored != before:
+                self._stored_states.lose(error)
+            raise
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         """Read nothing here if the kernel is going to step the sub-group where it is."""

@@ -124,6 +124,8 @@ class Lender:
         """Lend to the torch ``optimizer``; ``masters`` returns what stands for the masters."""
         self._states, self._optimizer, self._masters = states, optimizer, masters
         self._lent: dict[int, tuple[str, ...]] = {}
+        self.stored = 0
+        """How often something that was lent has been stored."""
 
     def has_lent(self, group: int) -> bool:
         """Whether a group is lent now."""
@@ -163,6 +165,7 @@ class Lender:
             tensors["master"] = values
         self._states.take_back(group, tensors)
         self._states.set_steps(group, int(state.get("step", 0)))
+        self.stored += 1
 
     @contextlib.contextmanager
     def all_lent(self, *, write: bool) -> Iterator[None]:

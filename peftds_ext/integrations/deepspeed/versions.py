@@ -115,6 +115,7 @@ _SIGNATURES_0_19: Final[Mapping[str, Expected]] = {
     ),
     f"{_STAGE3}.destroy": _exactly("self"),
     f"{_STAGE12}.initialize_optimizer_states": _exactly("self"),
+    f"{_STAGE12}.unscale_and_clip_grads": _exactly("self", "grad_groups_flat", "total_norm"),
     f"{_STAGE12}._optimizer_step": _exactly("self", "group_no"),
     f"{_STAGE12}.step": _exactly("self", "closure"),
     f"{_STAGE12}.state_dict": _exactly("self"),
