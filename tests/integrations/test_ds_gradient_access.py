@@ -261,11 +261,11 @@ def accumulate_elsewhere(run: Run, dtype: str, elsewhere: bool, looks: bool) -> 
     if elsewhere:
         LowPrecisionGradients._is_on_host = staticmethod(lambda partition: False)
     engine = _engine(run, dtype, gradient_accumulation_steps=3)
-    record: dict[str, Any] = {"handed over": []}
+    record: dict[str, Any] = {"there": []}
     for number, x in enumerate(rows(12)):
         skip = number % 3 == 1 or number == 8
         engine.backward(engine(x.to(engine.get_data_types()[0]), skip=skip))
-        record["handed over"].append(len(engine.optimizer._peftds_handed_over))
+        record["there"].append(len(engine.optimizer._peftds_totals) > 0)
         if looks and number % 2:
             record[f"gradients {number}"] = gradients(engine)
         engine.step()
@@ -280,9 +280,8 @@ def test_gradients_that_gather_on_the_device_are_handed_over_once(
     options = {"dtype": dtype, "looks": looks}
     device = runner.one(accumulate_elsewhere, elsewhere=True, **options).result
     host = runner.one(accumulate_elsewhere, elsewhere=False, **options).result
-    times = device.pop("handed over")
-    host.pop("handed over")
-    if not looks:
-        assert [count > 0 for count in times] == [False, False, True] * 4
+    left_out = [True, True, True]  # of a layer that the last micro step leaves out the step hands over
+    assert device.pop("there") == [*[True, True, False] * 2, *left_out, True, True, False]
+    assert host.pop("there") == [False] * 12
     for name, expected in host.items():
         assert furthest(device[name], expected) == 0.0, name

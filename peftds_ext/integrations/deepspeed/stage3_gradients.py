@@ -39,9 +39,8 @@ class LowPrecisionGradients(Base):
             self._peftds_squares: dict[int, Tensor] = {}
             self._peftds_norms: Tensor | None = None
             self._peftds_window_over = self._peftds_step_failed = False
-            # Of this window, by ds_id: sums that are still on the device, and which of them the host has.
+            # Of this window, by ds_id: sums that are still on the device.
             self._peftds_totals: dict[int, Tensor] = {}
-            self._peftds_handed_over: set[int] = set()
         return decided
 
     def _decide_gradient_path(self) -> bool:
@@ -129,24 +128,27 @@ class LowPrecisionGradients(Base):
 
     def _add_on_device(self, param: Any, partition: Tensor, buffer: Tensor) -> None:
         """Accumulate where the gradient is, for the host would have to wait for it; it leaves there once."""
-        total = self._peftds_totals.get(param.ds_id)
-        total = partition.to(buffer.dtype, copy=True) if total is None else total.add_(partition)
-        self._peftds_totals[param.ds_id] = total
-        self._peftds_squares[param.ds_id] = torch.linalg.vector_norm(total, dtype=torch.float64).square()
-        if self.is_gradient_accumulation_boundary():
-            buffer.copy_(total, non_blocking=True)
-            self._peftds_handed_over.add(param.ds_id)
+        total = self._peftds_totals.pop(param.ds_id, None)
+        if total is None and param.ds_id in self._peftds_squares:  # comes after the window's last backward
+            total = buffer.to(partition.device, non_blocking=True)
+        last = self.is_gradient_accumulation_boundary()
+        if total is None:  # the partition's memory is about to be used again
+            total = partition.to(buffer.dtype, copy=not last)
         else:
-            self._peftds_handed_over.discard(param.ds_id)
+            total.add_(partition)
+        self._peftds_squares[param.ds_id] = torch.linalg.vector_norm(total, dtype=torch.float64).square()
+        if last:
+            buffer.copy_(total, non_blocking=True)
+        else:
+            self._peftds_totals[param.ds_id] = total
 
     def _hand_over(self) -> None:
-        """Bring to the host what a window has gathered on the device and not handed over yet."""
+        """Show the host what a window has gathered on the device so far."""
         for group in self.fp16_groups:
             for param in group:
                 total = self._peftds_totals.get(param.ds_id)
-                if total is not None and param.ds_id not in self._peftds_handed_over:
+                if total is not None:
                     self._partition_buffer(param).narrow(0, 0, total.numel()).copy_(total)
-                    self._peftds_handed_over.add(param.ds_id)
 
     def _refresh_fp32_grad(self, param: Any, buffer: Tensor) -> None:
         """Let a new gradient replace what was set for this parameter earlier in the window."""
@@ -210,7 +212,6 @@ class LowPrecisionGradients(Base):
         self._peftds_window_over = self._peftds_step_failed = False
         self._peftds_squares.clear()
         self._peftds_totals.clear()
-        self._peftds_handed_over.clear()
         self._peftds_norms = None
         for master in self.fp32_partitioned_groups_flat:
             master.grad = None
