@@ -27,7 +27,7 @@ from peftds_ext.integrations.deepspeed.offload import (
     optimizer_nvme_path,
 )
 from peftds_ext.integrations.deepspeed.section import parse_text, read_section
-from peftds_ext.integrations.deepspeed.stored_states import check_optimizer_nvme_path, refuse_compact
+from peftds_ext.integrations.deepspeed.state_settings import check_optimizer_nvme_path, refuse_compact
 from peftds_ext.integrations.deepspeed.swapper_seam import check_nvme_path
 from peftds_ext.store.engine import choose_settings
 from peftds_ext.store.media import Media, locate

@@ -24,6 +24,7 @@ from peftds_ext.errors import ConfigError
 from peftds_ext.integrations.deepspeed.offload import offloads_optimizer_to_nvme
 from peftds_ext.integrations.deepspeed.section import read_section
 from peftds_ext.integrations.deepspeed.stage3 import adam_settings, has_step_hooks
+from peftds_ext.integrations.deepspeed.state_settings import refuse_compact, wants_compact
 from peftds_ext.integrations.deepspeed.stored_states import (
     SAVED,
     Lender,
@@ -32,9 +33,7 @@ from peftds_ext.integrations.deepspeed.stored_states import (
     log_states,
     open_states,
     placeholder,
-    refuse_compact,
     restore_codes,
-    wants_compact,
 )
 from peftds_ext.optim.states import OptimizerStates
 

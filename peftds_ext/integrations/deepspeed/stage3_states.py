@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from peftds_ext.integrations.deepspeed.section import read_section
+from peftds_ext.integrations.deepspeed.state_settings import refuse_compact, wants_compact
 from peftds_ext.integrations.deepspeed.stored_states import (
     ALL,
     SAVED,
@@ -29,9 +30,7 @@ from peftds_ext.integrations.deepspeed.stored_states import (
     log_states,
     open_states,
     placeholder,
-    refuse_compact,
     restore_codes,
-    wants_compact,
 )
 from peftds_ext.optim.states import OptimizerStates
 
