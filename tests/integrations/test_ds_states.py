@@ -66,7 +66,7 @@ def train(run: Run, steps: int = 6, **options: Any) -> dict[str, Any]:
     accumulation = engine.gradient_accumulation_steps()
     record = train_tokens(engine, tokens(steps * accumulation))
     record["moments"], record["bytes"] = moments(engine), None
-    if run.ours:
+    if hasattr(engine.optimizer, "peftds_state_bytes"):  # ZeRO-1 and 2 in the plain form are stock's own
         record["bytes"] = engine.optimizer.peftds_state_bytes()
     record["elements"] = sum(getattr(p, "ds_numel", p.numel()) for _, p in trainable(engine))
     engine.destroy()

@@ -15,10 +15,18 @@ from typing import Any
 from peftds_ext.config import SECTION, PeftdsConfig
 from peftds_ext.integrations.deepspeed import client_optimizer, cpu_adam, shm_comm
 from peftds_ext.integrations.deepspeed.conflicts import check_conflicts
-from peftds_ext.integrations.deepspeed.offload import offloads_optimizer, offloads_parameters_to_nvme
+from peftds_ext.integrations.deepspeed.offload import (
+    offloads_optimizer,
+    offloads_optimizer_to_nvme,
+    offloads_parameters_to_nvme,
+)
 from peftds_ext.integrations.deepspeed.section import load_config, read_section
 from peftds_ext.integrations.deepspeed.stage3_nvme import note_checkpoints
-from peftds_ext.integrations.deepspeed.state_settings import check_optimizer_nvme_path, refuse_compact
+from peftds_ext.integrations.deepspeed.state_settings import (
+    check_optimizer_nvme_path,
+    refuse_compact,
+    wants_compact,
+)
 from peftds_ext.integrations.deepspeed.swapper_seam import SwapperSeam, check_nvme_path, check_source
 from peftds_ext.integrations.deepspeed.switch import engine_enabled
 from peftds_ext.integrations.deepspeed.versions import check_deepspeed
@@ -205,7 +213,7 @@ def _optimizers_bound(raw: Mapping[str, Any]) -> Iterator[None]:
     with _lock:
         stock3, stock12 = stage3.DeepSpeedZeroOptimizer_Stage3, engine.DeepSpeedZeroOptimizer
         stage3.DeepSpeedZeroOptimizer_Stage3 = ours3.engine_class(stock3)
-        if offloads_optimizer(raw):
+        if offloads_optimizer_to_nvme(raw) or wants_compact(read_section(raw).optimizer):
             engine.DeepSpeedZeroOptimizer = ours12.engine_class(stock12, raw)
         try:
             yield
