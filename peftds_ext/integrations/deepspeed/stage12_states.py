@@ -23,7 +23,7 @@ from torch import Tensor
 from peftds_ext.errors import ConfigError
 from peftds_ext.integrations.deepspeed.offload import offloads_optimizer_to_nvme
 from peftds_ext.integrations.deepspeed.section import read_section
-from peftds_ext.integrations.deepspeed.stage3 import adam_settings, has_step_hooks
+from peftds_ext.integrations.deepspeed.stage3 import adam_settings, has_step_hooks, why_no_kernel
 from peftds_ext.integrations.deepspeed.state_settings import refuse_compact, wants_compact
 from peftds_ext.integrations.deepspeed.stored_states import (
     SAVED,
@@ -85,17 +85,8 @@ class StoredStates12(Stage12Seam):
         log_states(states)
 
     def _why_not_stored(self) -> str:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        if type(self.optimizer) is not DeepSpeedCPUAdam:
-            return f"the optimizer is {type(self.optimizer).__name__}, not DeepSpeedCPUAdam"
-        if (
-            not self.optimizer.fp32_optimizer_states
-            or self.master_weights_and_grads_dtype is not torch.float32
-        ):
-            return "master weights or Adam moments are not fp32"
-        if self.torch_autocast_gradscaler is not None:
-            return "torch's GradScaler steps the optimizer"
+        if reason := why_no_kernel(self):
+            return reason
         if self.has_moe_layers:
             return "there are layers of experts"
         return ""

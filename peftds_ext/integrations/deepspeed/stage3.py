@@ -54,17 +54,8 @@ class FusedStep(Stage3Seam):
 
     def _why_not_steppable(self, sub_group_id: int) -> str:
         """Return why the kernel cannot step this sub-group wherever its states are, or ""."""
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        if type(self.optimizer) is not DeepSpeedCPUAdam:
-            return f"the optimizer is {type(self.optimizer).__name__}, not DeepSpeedCPUAdam"
-        if (
-            not self.optimizer.fp32_optimizer_states
-            or self.master_weights_and_grads_dtype is not torch.float32
-        ):
-            return "master weights or Adam moments are not fp32"
-        if self.torch_autocast_gradscaler is not None:
-            return "torch's GradScaler steps the optimizer"
+        if reason := why_no_kernel(self):
+            return reason
         dtypes = self._low_precision_dtypes(sub_group_id)
         if len(dtypes) > 1 or not dtypes <= _KERNEL_DTYPES:
             return f"the kernel does not write parameters of {', '.join(sorted(map(str, dtypes)))} at once"
@@ -238,6 +229,19 @@ def adam_settings(group: Mapping[str, Any], *, adamw_mode: bool) -> dict[str, An
         "adamw_mode": adamw_mode,
         "bias_correction": bool(group["bias_correction"]),
     }
+
+
+def why_no_kernel(zero: Any) -> str:
+    """Return why the kernel cannot do what the optimizer of a ZeRO optimizer of any stage does, or ""."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    if type(zero.optimizer) is not DeepSpeedCPUAdam:
+        return f"the optimizer is {type(zero.optimizer).__name__}, not DeepSpeedCPUAdam"
+    if not zero.optimizer.fp32_optimizer_states or zero.master_weights_and_grads_dtype is not torch.float32:
+        return "master weights or Adam moments are not fp32"
+    if zero.torch_autocast_gradscaler is not None:
+        return "torch's GradScaler steps the optimizer"
+    return ""
 
 
 def has_step_hooks(optimizer: Any) -> bool:
