@@ -5,6 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
+
+#include "base/page_lock.h"
 
 namespace peftds {
 
@@ -14,17 +18,23 @@ namespace peftds {
 /// A buffer is a mapping of its own, rounded up to the page and to nothing more, so there is neither
 /// fragmentation nor a slot size to guess. All that is held stays within `kSlack` above the largest
 /// amount that was in use at once; beyond it, the mappings unused for longest go back to the system.
-/// Mappings of 2 MiB and more lie in huge pages where the system has them. Memory is not locked.
+/// Mappings of 2 MiB and more lie in huge pages where the system has them.
 ///
-/// Thread-safe. Buffers may outlive the arena.
+/// Given a PageLock, mappings are page-locked as long as they are held, as far as the system allows it: one
+/// that it refuses is used unlocked, and `why_not_locked` tells of that. A device that copies from or to a
+/// buffer must be done before the buffer goes.
+///
+/// Thread-safe. Buffers may outlive the arena. In the child of a fork() nothing is locked: neither what the
+/// parent locked, nor what is mapped there.
 class Arena {
  public:
   static constexpr int64_t kPage = 4096;
   static constexpr int64_t kHugePage = int64_t{2} << 20;
   static constexpr double kSlack = 0.04;
 
-  /// Is told about mappings, for example to register them with a kernel interface. Called with the
-  /// arena's lock held: must not call the arena. Must outlive the arena and its buffers.
+  /// Is told about mappings, for example to register them with a kernel interface. They are locked already
+  /// when they are `mapped`, and still when they are `unmapping`. Called with the arena's lock held: must
+  /// not call the arena. Must outlive the arena and its buffers.
   class Listener {
    public:
     virtual ~Listener() = default;
@@ -33,15 +43,18 @@ class Arena {
   };
 
   struct Usage {
-    int64_t live = 0;       // bytes of the mappings that are in use now
-    int64_t held = 0;       // bytes mapped now
-    int64_t peak_live = 0;  // the largest `live` so far
-    int64_t peak_held = 0;  // the largest `held` so far
+    int64_t live = 0;         // bytes of the mappings that are in use now
+    int64_t held = 0;         // bytes mapped now
+    int64_t locked = 0;       // those of them that are page-locked in this process
+    int64_t peak_live = 0;    // the largest `live` so far
+    int64_t peak_held = 0;    // the largest `held` so far
+    int64_t peak_locked = 0;  // the largest `locked` so far
   };
 
   class Buffer;
 
-  explicit Arena(std::shared_ptr<Listener> listener = nullptr);
+  explicit Arena(std::shared_ptr<Listener> listener = nullptr,
+                 std::optional<PageLock> page_lock = std::nullopt);
 
   /// Returns `size` bytes of memory, aligned to the page, with any content. A mapping of up to `most` bytes
   /// may serve if it is there, and is in use as a whole then. Throws kOutOfMemory, and kInvalidArgument
@@ -50,7 +63,16 @@ class Arena {
 
   [[nodiscard]] Usage usage() const;
 
+  /// Why a mapping could not be page-locked, and what helps; of several the first. Empty while there is none,
+  /// and without a PageLock.
+  [[nodiscard]] std::string why_not_locked() const;
+
  private:
+  struct Mapping {
+    std::byte* data = nullptr;
+    int64_t size = 0;
+    bool locked = false;
+  };
   struct State;
   std::shared_ptr<State> state_;
 };
@@ -62,17 +84,16 @@ class Arena::Buffer {
   Buffer& operator=(Buffer&&) = delete;
   ~Buffer();
 
-  [[nodiscard]] std::byte* data() const noexcept { return data_; }
+  [[nodiscard]] std::byte* data() const noexcept { return mapping_.data; }
   [[nodiscard]] int64_t size() const noexcept { return size_; }
 
  private:
   friend class Arena;
-  Buffer(std::shared_ptr<State> state, std::byte* data, int64_t size, int64_t capacity);
+  Buffer(std::shared_ptr<State> state, const Mapping& mapping, int64_t size);
 
   std::shared_ptr<State> state_;  // null once moved from
-  std::byte* data_;
+  Mapping mapping_;
   int64_t size_;
-  int64_t capacity_;
 };
 
 }  // namespace peftds

@@ -16,6 +16,8 @@
 #include "base/arena.h"
 #include "base/crc32c.h"
 #include "base/error.h"
+#include "base/page_lock.h"
+#include "bindings/page_lock_capsule.h"
 #include "io/engine.h"
 
 namespace peftds::bindings {
@@ -71,6 +73,11 @@ std::unique_ptr<PyTicket> submit(Engine& engine, io::Direction direction,
   return std::make_unique<PyTicket>(start(), keep_alive);
 }
 
+Arena make_arena(Engine& engine, const std::optional<py::capsule>& page_lock) {
+  if (!page_lock) return engine.make_arena();
+  return engine.make_arena(page_lock_in(*page_lock));
+}
+
 io::Method method_named(const std::optional<std::string>& name) {
   if (!name) return io::Method::kAuto;
   if (*name == "io_uring") return io::Method::kUring;
@@ -117,13 +124,24 @@ void bind_memory(py::module_& module) {
   py::class_<Arena::Usage>(module, "ArenaUsage")
       .def_readonly("live", &Arena::Usage::live)
       .def_readonly("held", &Arena::Usage::held)
+      .def_readonly("locked", &Arena::Usage::locked)
       .def_readonly("peak_live", &Arena::Usage::peak_live)
-      .def_readonly("peak_held", &Arena::Usage::peak_held);
+      .def_readonly("peak_held", &Arena::Usage::peak_held)
+      .def_readonly("peak_locked", &Arena::Usage::peak_locked);
   py::class_<Arena>(module, "Arena", "Page-aligned host memory in exactly the sizes asked for.")
-      .def(py::init<>())
+      .def(py::init([](const std::optional<py::capsule>& page_lock) {
+             return page_lock ? Arena(nullptr, page_lock_in(*page_lock)) : Arena();
+           }),
+           py::arg("page_lock") = py::none())
       .def("allocate", &Arena::allocate, py::arg("size"), py::arg("most") = 0,
+           py::call_guard<py::gil_scoped_release>(),  // locking writes to every page
            "Return memory; a mapping of up to `most` bytes may serve, and is in use as a whole then.")
-      .def("usage", &Arena::usage);
+      .def("usage", &Arena::usage)
+      .def_property_readonly("why_not_locked", &Arena::why_not_locked,
+                             "Why a buffer could not be page-locked, the first; empty if there is none.");
+  module.def(
+      "mlock_page_lock", [] { return to_capsule(mlock_page_lock()); },
+      "A page lock for arenas: memory that the system may not swap out. No device is told about it.");
   module.def("crc32c_blocks", &crc32c_blocks, py::arg("data"), py::arg("block_bytes"), py::arg("threads") = 1,
              "CRC-32C of each block of contiguous bytes; the last block may be shorter.");
 }
@@ -169,7 +187,8 @@ void bind_engine(py::module_& module) {
            py::arg("priority") = io::Priority::kDemand,
            "Start the transfer of (file, offset, address, size) extents; `keep_alive` owns the memory.")
       .def("attach", &Engine::attach, py::arg("file"), py::call_guard<py::gil_scoped_release>())
-      .def("make_arena", &Engine::make_arena)
+      .def("make_arena", &make_arena, py::arg("page_lock") = py::none(),
+           "Return an arena that page-locks what it maps, as far as it can, if it is told how.")
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("method", &Engine::method)
       .def_property_readonly("why_threads", &Engine::why_threads);

@@ -125,6 +125,8 @@ void bind_stream(py::module_& module) {
            py::arg("between") = false, py::call_guard<py::gil_scoped_release>(),
            "The use at a position of the order begins, or comes next if no layer is in use.")
       .def("take", &take, py::arg("layer"), "Wait for a layer and return its block; raise what went wrong.")
+      .def("ready", &Executor::ready, py::arg("layer"), py::call_guard<py::gil_scoped_release>(),
+           "Whether take() would return a layer, or raise what went wrong, without waiting.")
       .def("drop", &Executor::drop, py::arg("layer"), py::call_guard<py::gil_scoped_release>())
       .def("drain", &Executor::drain, "Events since the last call; times as time.monotonic_ns().")
       .def("counts", &Executor::counts)

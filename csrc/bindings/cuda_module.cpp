@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "bindings/bind_error.h"
+#include "bindings/page_lock_capsule.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/page_lock.h"
 
 namespace {
 
@@ -32,4 +34,7 @@ PYBIND11_MODULE(_cuda, module) {
   peftds::bindings::register_errors();
   module.def("arch_list", &arch_list, "Architectures that the kernels are compiled for, such as sm_90.");
   module.def("runtime_version", &runtime_version, "Version of the loaded CUDA runtime, such as 13.0.");
+  module.def(
+      "page_lock", [] { return peftds::bindings::to_capsule(peftds::kernels::cuda::page_lock()); },
+      "A page lock for arenas: memory that every CUDA device copies from and to in the background.");
 }

@@ -92,7 +92,9 @@ Ticket Engine::submit(Direction direction, std::vector<Extent> extents, Priority
 }
 
 void Engine::attach(const std::shared_ptr<const File>& file) { core_->attach(file); }
-Arena Engine::make_arena() { return Arena(std::make_shared<Offer>(core_)); }
+Arena Engine::make_arena(std::optional<PageLock> page_lock) {
+  return Arena(std::make_shared<Offer>(core_), page_lock);
+}
 std::string Engine::method() const { return core_->method(); }
 const std::string& Engine::why_threads() const { return core_->why_threads(); }
 

@@ -6,10 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/arena.h"
+#include "base/page_lock.h"
 #include "io/file.h"
 #include "io/transport.h"
 
@@ -92,8 +94,8 @@ class Engine {
   /// Tells the system about a file that is going to be used often.
   void attach(const std::shared_ptr<const File>& file);
 
-  /// An arena whose memory the system is told about in the same way.
-  [[nodiscard]] Arena make_arena();
+  /// An arena whose memory the system is told about in the same way, and is page-locked if that is given.
+  [[nodiscard]] Arena make_arena(std::optional<PageLock> page_lock = std::nullopt);
 
   /// "io_uring" or "threads", and why not io_uring if that was left to choose.
   [[nodiscard]] std::string method() const;

@@ -268,6 +268,13 @@ Block Executor::take(int layer, std::chrono::milliseconds limit) {
   return load->block;
 }
 
+bool Executor::ready(int layer) const {
+  const auto lock = locked();
+  if (layer < 0 || static_cast<size_t>(layer) >= loads_.size()) return false;
+  const LoadPointer& load = loads_[static_cast<size_t>(layer)];
+  return load && (load->ready || (load->definition->layout.staged == 0 && load->ticket->done()));
+}
+
 /// Waits for a load's transfer without the lock; returns whether it is over, well or not.
 bool Executor::arrives(const Load& load, std::unique_lock<std::mutex>& lock, Clock::time_point deadline) {
   lock.unlock();

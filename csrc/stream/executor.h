@@ -112,6 +112,10 @@ class Executor {
   /// once; the next call reads anew.
   [[nodiscard]] Block take(int layer, std::chrono::milliseconds limit);
 
+  /// Whether a layer was read, and take() would return it without waiting, or throw what went wrong. Not
+  /// before it is converted, which for a layer that was demanded is part of take(). Starts nothing.
+  [[nodiscard]] bool ready(int layer) const;
+
   /// What was read of a layer is out of date.
   void drop(int layer);
 

@@ -43,3 +43,11 @@ def cuda_status() -> tuple[bool, str]:
     except ImportError as error:
         return False, f"the CUDA kernels are not built or cannot be loaded: {error}"
     return True, ""
+
+
+def cuda_page_lock() -> object | None:
+    """Return how an engine's memory is locked for copies to and from GPUs, or None where there is none."""
+    if not cuda_status()[0]:
+        return None
+    page_lock: object = importlib.import_module("peftds_ext._native._cuda").page_lock()
+    return page_lock

@@ -90,8 +90,11 @@ class StorageEngine:
 
     settings: IoSettings
 
-    def __init__(self, settings: IoSettings) -> None:
+    def __init__(self, settings: IoSettings, page_lock: object | None = None) -> None:
         """Start the engine.
+
+        Given a page lock (:func:`peftds_ext._native.cuda_page_lock`), memory is page-locked as far as the
+        system allows it; ``arena.why_not_locked`` tells of memory that is not.
 
         Raises:
             ConfigError: io_uring is asked for and not to be had, or ``PEFTDS_IO_FAULTS`` is not understood.
@@ -104,7 +107,7 @@ class StorageEngine:
             block_bytes=settings.block_bytes,
             faults=env.io_faults(),
         )
-        self._arena: Arena = self._native.make_arena()
+        self._arena: Arena = self._native.make_arena(page_lock)
         if self._native.why_threads:
             logger.info("storage engine: threads, since %s", self._native.why_threads)
 

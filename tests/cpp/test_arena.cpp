@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <deque>
 #include <limits>
@@ -10,14 +11,18 @@
 #include <mutex>
 #include <optional>
 #include <random>
+#include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "check.h"
+#include "in_child.h"
 
 namespace {
 
 using peftds::Arena;
+using peftds::PageLock;
 using Buffers = std::vector<Arena::Buffer>;
 
 int64_t pages(int64_t size) { return (size + 4095) / 4096 * 4096; }
@@ -69,6 +74,66 @@ class Account final : public Arena::Listener {
   bool wrong_ = false;
 };
 
+/// A page lock that keeps account of what it locked, and locks at most so many bytes at once. Of one at a
+/// time: a PageLock's functions know of no object.
+class FakeLock {
+ public:
+  static constexpr int kRefused = 77;
+
+  explicit FakeLock(int64_t most = std::numeric_limits<int64_t>::max()) : most_(most) { current_ = this; }
+  ~FakeLock() { current_ = nullptr; }
+  FakeLock(const FakeLock&) = delete;
+  FakeLock& operator=(const FakeLock&) = delete;
+
+  [[nodiscard]] static PageLock page_lock() { return {&lock, &unlock, &describe}; }
+
+  [[nodiscard]] int64_t locked() const {
+    const std::lock_guard guard(mutex_);
+    return locked_;
+  }
+  [[nodiscard]] int calls() const {
+    const std::lock_guard guard(mutex_);
+    return calls_;
+  }
+  [[nodiscard]] bool wrong() const {
+    const std::lock_guard guard(mutex_);
+    return wrong_;
+  }
+
+ private:
+  static int lock(void* data, size_t size) {
+    std::memset(data, 1, size);
+    const std::lock_guard guard(current_->mutex_);
+    ++current_->calls_;
+    if (current_->locked_ + static_cast<int64_t>(size) > current_->most_) return kRefused;
+    current_->wrong_ = current_->wrong_ || !current_->ranges_.emplace(data, size).second;
+    current_->locked_ += static_cast<int64_t>(size);
+    return 0;
+  }
+  static int unlock(void* data, size_t size) {
+    std::memset(data, 1, size);  // it is still mapped
+    const std::lock_guard guard(current_->mutex_);
+    ++current_->calls_;
+    const auto found = current_->ranges_.find(data);
+    if (found == current_->ranges_.end() || found->second != size) {
+      current_->wrong_ = true;
+      return kRefused;
+    }
+    current_->locked_ -= static_cast<int64_t>(size);
+    current_->ranges_.erase(found);
+    return kRefused;  // which changes nothing
+  }
+  static const char* describe(int code) { return code == kRefused ? "the fake refuses" : "what is this?"; }
+
+  static inline FakeLock* current_ = nullptr;
+  mutable std::mutex mutex_;
+  std::map<void*, size_t> ranges_;
+  const int64_t most_;
+  int64_t locked_ = 0;
+  int calls_ = 0;
+  bool wrong_ = false;
+};
+
 /// Marks every page of a buffer, so that two buffers with a common page are found out.
 void mark(const Arena::Buffer& buffer, uint64_t value) {
   for (int64_t at = 0; at + 8 <= buffer.size(); at += 4096) std::memcpy(buffer.data() + at, &value, 8);
@@ -91,7 +156,8 @@ template <class Size>
 void check_against_model(uint32_t seed, Size random_size) {
   std::mt19937 random(seed);
   const auto account = std::make_shared<Account>();
-  Arena arena(account);
+  FakeLock fake(1 << 20);  // enough for a part of it
+  Arena arena(account, FakeLock::page_lock());
   std::map<uint64_t, Arena::Buffer> live;
   int64_t live_bytes = 0;
   int64_t peak = 0;
@@ -116,9 +182,11 @@ void check_against_model(uint32_t seed, Size random_size) {
     CHECK(static_cast<double>(usage.held) <= 1.05 * static_cast<double>(peak), usage.held, " of ", peak);
     CHECK(usage.peak_held >= usage.held &&
           static_cast<double>(usage.peak_held) <= 1.05 * static_cast<double>(peak));
+    CHECK(usage.locked == fake.locked() && usage.locked <= usage.held && usage.locked <= usage.peak_locked,
+          "in step ", step);
   }
   live.clear();
-  CHECK(arena.usage().live == 0 && !account->wrong());
+  CHECK(arena.usage().live == 0 && !account->wrong() && !fake.wrong());
 }
 
 TEST(a_larger_mapping_serves_where_it_may) {
@@ -261,9 +329,10 @@ TEST(the_listener_covers_every_buffer) {
 
 TEST(threads_share_an_arena) {
   const auto account = std::make_shared<Account>();
+  FakeLock fake(1 << 20);
   std::atomic<int> wrong{0};
   {
-    Arena arena(account);
+    Arena arena(account, FakeLock::page_lock());
     std::vector<std::thread> users;
     for (uint64_t user = 0; user < 4; ++user) {
       users.emplace_back([&, user] {
@@ -274,8 +343,10 @@ TEST(threads_share_an_arena) {
           mark(mine.back(), user);
           if (!marked(mine.front(), user)) ++wrong;
           if (mine.size() > 10) mine.pop_front();
+          const bool refused = !arena.why_not_locked().empty();
           const Arena::Usage usage = arena.usage();
           if (static_cast<double>(usage.held) > 1.05 * static_cast<double>(usage.peak_live)) ++wrong;
+          if (refused && usage.peak_held <= 1 << 20) ++wrong;
         }
       });
     }
@@ -283,6 +354,118 @@ TEST(threads_share_an_arena) {
     CHECK(arena.usage().live == 0);
   }
   CHECK(wrong == 0 && account->held() == 0 && !account->wrong());
+  CHECK(fake.locked() == 0 && !fake.wrong());
+}
+
+namespace {
+
+/// Checks at each step whether the mapping is locked as it must be.
+class Order final : public Arena::Listener {
+ public:
+  explicit Order(const FakeLock& lock) : lock_(lock) {}
+  void mapped(std::byte* /*data*/, int64_t size) noexcept override { at_mapped_ = lock_.locked() == size; }
+  void unmapping(std::byte* /*data*/) noexcept override { at_unmapping_ = lock_.locked() > 0; }
+  [[nodiscard]] bool locked_at_mapped() const { return at_mapped_; }
+  [[nodiscard]] bool locked_at_unmapping() const { return at_unmapping_; }
+
+ private:
+  const FakeLock& lock_;
+  bool at_mapped_ = false;
+  bool at_unmapping_ = false;
+};
+
+}  // namespace
+
+TEST(a_mapping_is_locked_before_the_listener_knows_it_and_longer) {
+  FakeLock fake;
+  const auto order = std::make_shared<Order>(fake);
+  {
+    Arena arena(order, FakeLock::page_lock());
+    static_cast<void>(arena.allocate(100'000));
+    CHECK(order->locked_at_mapped(), "the listener was told of memory that is not locked");
+    CHECK(fake.locked() == pages(100'000), "what is kept for later stays locked: ", fake.locked());
+  }
+  CHECK(order->locked_at_unmapping(), "the lock ended before the listener let go");
+  CHECK(fake.locked() == 0 && !fake.wrong() && fake.calls() == 2, fake.calls());
+}
+
+TEST(what_cannot_be_locked_is_used_unlocked_and_told) {
+  FakeLock fake(10 * Arena::kPage);
+  {
+    Arena arena(nullptr, FakeLock::page_lock());
+    const Arena::Buffer first = arena.allocate(8 * Arena::kPage);
+    CHECK(arena.why_not_locked().empty(), arena.why_not_locked());
+    const Arena::Buffer second = arena.allocate(3 * Arena::kPage - 5);
+    const Arena::Buffer third = arena.allocate(4 * Arena::kPage);
+    const Arena::Buffer fourth = arena.allocate(2 * Arena::kPage);  // for which there is room again
+    for (const Arena::Buffer* buffer : {&first, &second, &third, &fourth}) mark(*buffer, 1);
+    const Arena::Usage usage = arena.usage();
+    CHECK(usage.held == 17 * Arena::kPage && usage.live == usage.held, usage.held);
+    CHECK(usage.locked == 10 * Arena::kPage && usage.peak_locked == usage.locked, usage.locked);
+    const std::string why = arena.why_not_locked();
+    for (const char* part :
+         {"a buffer of 12288 bytes", "(the fake refuses)", "after 32768 bytes", "ulimit -l"})
+      CHECK(why.find(part) != std::string::npos, part, " is not in: ", why);
+  }
+  CHECK(fake.locked() == 0 && !fake.wrong(), "what was not locked was unlocked");
+  CHECK(fake.calls() == 4 + 2, fake.calls());
+}
+
+TEST(what_is_locked_goes_with_its_mapping) {
+  FakeLock fake;
+  Arena arena(nullptr, FakeLock::page_lock());
+  static_cast<void>(arena.allocate(10 * Arena::kPage));
+  const Arena::Buffer larger = arena.allocate(11 * Arena::kPage);  // for it the other mapping goes
+  const Arena::Usage usage = arena.usage();
+  CHECK(usage.locked == 11 * Arena::kPage && usage.peak_locked == usage.locked, usage.locked, " ",
+        usage.peak_locked);
+  CHECK(fake.locked() == usage.locked && !fake.wrong(), fake.locked());
+}
+
+TEST(without_a_page_lock_nothing_is_locked) {
+  Arena arena;
+  const Arena::Buffer buffer = arena.allocate(1 << 20);
+  CHECK(arena.usage().locked == 0 && arena.usage().peak_locked == 0 && arena.why_not_locked().empty());
+}
+
+TEST(locked_buffers_outlive_the_arena) {
+  FakeLock fake;
+  std::optional<Arena> arena(std::in_place, nullptr, FakeLock::page_lock());
+  std::optional<Arena::Buffer> kept = arena->allocate(50000);
+  arena.reset();
+  CHECK(fake.locked() == pages(50000), fake.locked());
+  mark(*kept, 42);
+  kept.reset();
+  CHECK(fake.locked() == 0 && !fake.wrong());
+}
+
+TEST(a_forked_child_leaves_its_parents_locks_alone) {
+  FakeLock fake;
+  std::optional<Arena> arena(std::in_place, nullptr, FakeLock::page_lock());
+  std::optional<Arena::Buffer> buffer = arena->allocate(8 * Arena::kPage);
+  CHECK(peftds::test::succeeds_in_child([&] {
+    CHECK(arena->usage().locked == 0, arena->usage().locked);
+    mark(arena->allocate(9 * Arena::kPage), 1);
+    CHECK(arena->usage().locked == 0 && fake.calls() == 1, "the child locked with its parent's arena");
+    CHECK(arena->why_not_locked().find("before fork()") != std::string::npos, arena->why_not_locked());
+    buffer.reset();
+    arena.reset();
+    CHECK(fake.calls() == 1, "the child unlocked what its parent locked");
+  }));
+  CHECK(arena->usage().locked == 8 * Arena::kPage && arena->why_not_locked().empty());
+  buffer.reset();
+  arena.reset();
+  CHECK(fake.calls() == 2 && fake.locked() == 0 && !fake.wrong());
+}
+
+TEST(the_systems_lock_takes_whole_pages_and_says_why_not) {
+  const PageLock& lock = peftds::mlock_page_lock();
+  Arena arena(nullptr, lock);
+  const Arena::Buffer buffer = arena.allocate(2 * Arena::kPage + 1);
+  mark(buffer, 1);
+  const int64_t locked = arena.usage().locked;  // none where the limit is tiny
+  CHECK(locked == (arena.why_not_locked().empty() ? 3 * Arena::kPage : 0), locked);
+  CHECK(std::string(lock.describe(ENOMEM)) == std::strerror(ENOMEM), lock.describe(ENOMEM));
 }
 
 int main() { return peftds::test::run_all(); }

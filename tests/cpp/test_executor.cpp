@@ -231,6 +231,66 @@ TEST(layers_out_of_the_plans_sight_are_dropped) {
   CHECK(executor->counts().demanded == 1, executor->counts().demanded);
 }
 
+/// Waits until a layer is ready; returns whether it became so within a while.
+bool becomes_ready(const Executor& executor, int layer) {
+  const auto deadline = std::chrono::steady_clock::now() + kLong;
+  while (!executor.ready(layer) && std::chrono::steady_clock::now() < deadline)
+    std::this_thread::sleep_for(milliseconds(1));
+  return executor.ready(layer);
+}
+
+TEST(a_layer_is_ready_once_it_is_read_until_it_is_taken) {
+  const Model model(3, peftds::io::Method::kThreads, "read:delay=300@1");
+  const auto executor = model.executor();
+  for (const int layer : {0, 2, -1, 3, 1'000'000}) CHECK(!executor->ready(layer), "nobody read ", layer);
+  executor->follow(sweep(3, 2));
+  executor->advance({0, -1, -1, kAll});  // layers 1 and 2 are read ahead, the first of them slowly
+  CHECK(!executor->ready(1), "it was ready too early");
+  for (const int layer : {1, 2}) CHECK(becomes_ready(*executor, layer), "layer ", layer);
+  CHECK(!executor->ready(0), "asking began a read");
+  for (const int layer : {1, 2}) model.check(layer, executor->take(layer, milliseconds(0)));
+  const Counts counts = executor->counts();
+  CHECK(counts.ready == 2 && counts.waited == 0 && counts.demanded == 0, counts.ready, " ", counts.waited);
+  CHECK(!executor->ready(1) && !executor->ready(2), "what was taken is still ready");
+  executor->close();
+  CHECK_THROWS(executor->ready(0), kInvalidArgument);
+}
+
+TEST(a_layer_that_is_converted_is_ready_when_that_is_done) {
+  Model model(3);
+  for (auto& sources : model.sources)
+    for (Source& source : sources) {
+      source.cast = Cast{DType::kFloat32, DType::kBFloat16};
+      source.size &= ~3;
+    }
+  const auto executor = model.executor();
+  executor->follow(sweep(3, 1));
+  executor->advance({0, 0, -1, kAll});  // layer 0 is demanded, layer 1 read ahead
+  CHECK(becomes_ready(*executor, 1), "what is read ahead is converted by the executor's own thread");
+  CHECK(!executor->ready(0), "what is demanded is converted by who takes it");
+  for (const int layer : {0, 1}) CHECK(executor->take(layer, kLong), "no block of layer ", layer);
+  CHECK(executor->counts().ready == 1, executor->counts().ready);
+}
+
+TEST(a_layer_whose_read_failed_is_ready_to_tell) {
+  for (const bool converted : {false, true}) {
+    Model model(2, peftds::io::Method::kThreads, "read:eio@1");
+    if (converted) {
+      for (Source& source : model.sources[1]) {
+        source.cast = Cast{DType::kFloat32, DType::kBFloat16};
+        source.size &= ~3;
+      }
+    }
+    const auto executor = model.executor();
+    executor->follow(sweep(2, 1));
+    executor->advance({0, -1, -1, kAll});
+    CHECK(becomes_ready(*executor, 1), "a failed read is not ready");
+    const auto error = file_error_of([&] { static_cast<void>(executor->take(1, milliseconds(0))); });
+    CHECK(error.number() == EIO, error.what());
+    CHECK(!executor->ready(1), "a failure is told once");
+  }
+}
+
 TEST(events_tell_of_reads_and_waits) {
   const Model model(2, peftds::io::Method::kThreads, "read:delay=30@1");
   const auto executor = model.executor();
@@ -320,7 +380,10 @@ TEST(a_forked_child_is_told_to_make_its_own) {
   const auto executor = model.executor();
   executor->follow(sweep(2, 2));
   executor->advance({0, -1, -1, kAll});
-  CHECK(succeeds_in_child([&] { CHECK_THROWS(executor->take(1, kLong), kInvalidArgument); }));
+  CHECK(succeeds_in_child([&] {
+    CHECK_THROWS(executor->take(1, kLong), kInvalidArgument);
+    CHECK_THROWS(executor->ready(1), kInvalidArgument);
+  }));
   model.check(1, executor->take(1, kLong));
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every call of the CUDA runtime goes through these.
+// Every call of the CUDA runtime that must succeed goes through these.
 #pragma once
 
 #include <cuda_runtime_api.h>
