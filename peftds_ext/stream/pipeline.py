@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers in, layers out: records the order of use, plans it, and has the executor read ahead along the plan.
+"""Layers in, layers out: has the executor read layers from files ahead of their use, along a plan.
 
 It knows layers by number and tensors by their sources, and nothing of who owns the parameters: the owner
 says which layer is used, whether its tensors are in memory already, and lets go what it is told to.
@@ -16,8 +16,8 @@ from torch import Tensor
 from peftds_ext import _native
 from peftds_ext.store.engine import StorageEngine
 from peftds_ext.store.records import Source
-from peftds_ext.stream.plan import Orders
-from peftds_ext.stream.schedule import PlannedUse, plan_transfers
+from peftds_ext.stream.follower import PlanFollower
+from peftds_ext.stream.schedule import PlannedUse
 
 if TYPE_CHECKING:
     from peftds_ext._native._core import Executor
@@ -39,18 +39,9 @@ class Pipeline:
         self._executor: Executor = _native.core().Executor(
             engine.native, engine.arena, torch.get_num_threads()
         )
-        self._budget = budget
-        # What most models do. A wrong guess costs one layer that is read in vain.
-        self._orders = Orders([*range(layers), *reversed(range(layers))])
+        self._follower = PlanFollower(layers, budget)
         self._undefined = set(range(layers))
         self._tensors: list[list[tuple[int, Source]]] = [[] for _ in range(layers)]  # offset in the block
-        self._sizes = [0] * layers
-        self._staged = [0] * layers
-        self._plans: dict[tuple[int, ...], tuple[PlannedUse, ...]] = {}
-        self._plan: tuple[PlannedUse, ...] | None = None
-        self._staying: set[int] = set()
-        self._for_the_next: int | None = None  # the layer that stays since it is used again at once
-        self._latest = -1
         self.uses = 0
         """Uses of layers that have something on the disk."""
         self.resident_uses = 0
@@ -64,38 +55,43 @@ class Pipeline:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes in memory by layer, whole pages; 0 for what need not be read."""
-        return tuple(self._sizes)
+        return self._follower.sizes
 
     @property
     def read_sizes(self) -> tuple[int, ...]:
         """Bytes in memory by layer while it is read: with what is converted, before and after."""
-        return tuple(map(sum, zip(self._sizes, self._staged, strict=True)))
+        return self._follower.sizes_on_the_way
 
     @property
     def records(self) -> int:
         """Passes whose order was new."""
-        return self._orders.records
+        return self._follower.records
+
+    @property
+    def staying(self) -> frozenset[int]:
+        """The layers that the plan keeps in memory until their next use."""
+        return self._follower.staying
+
+    def shapes(self, layer: int) -> list[tuple[int, torch.dtype]]:
+        """Return the elements and the dtype of each tensor of a layer, as :meth:`enter` returns them."""
+        return [(source.room, source.dtype) for source in self._sources(layer)]
 
     # -- uses -------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
         """The model's forward begins."""
-        self._orders.begin()
+        self._follower.begin_pass()
 
     def begins_again(self, layer: int) -> bool:
         """Tell whether a layer is the one that this pass began with, so that another pass begins here."""
-        return self._orders.first == layer
+        return self._follower.begins_again(layer)
 
     def make_room(self, layer: int) -> list[int]:
         """Return the layers that are to be let go before another one's use begins.
 
         There are such where the pass takes another turn than the plan has counted on.
         """
-        going = self._in_excess(beside=layer)
-        if self._for_the_next in self._staying - {layer}:  # kept for a use at once, which does not come
-            self._staying.discard(self._for_the_next)
-            going.append(self._for_the_next)
-        return going
+        return self._follower.make_room(layer)
 
     def enter(self, layer: int, *, resident: bool) -> list[Tensor]:
         """The use of a layer begins; reads the next ones ahead.
@@ -106,11 +102,9 @@ class Pipeline:
         Raises:
             StorageError: a read failed (CorruptDataError: a file was changed or cut).
         """
-        self._orders.use(layer)
-        self._staying.discard(layer)
-        self._latest = layer
         self._define()
-        self._follow()
+        if self._follower.use(layer):
+            self._hand_over(self._follower.plan or ())
         if not self._tensors[layer]:
             self._advance()
             return []
@@ -129,37 +123,15 @@ class Pipeline:
 
     def rest(self) -> None:
         """No layer is in use until the next one is, which may be long: read that one ahead as well."""
-        if self._plan is not None:
-            coming = self._orders.position % len(self._plan)
-            planned = self._plan[coming].staying | {self._plan[coming].layer}
-            self._executor.advance(coming, most=self._most(planned), between=True)
-
-    def _advance(self, *, demanded: int = -1, resident: int = -1) -> None:
-        """Let the executor read ahead along the plan."""
-        position, most = None, 0
-        if self._plan is not None:
-            position = self._orders.position - 1
-            most = self._most(self._plan[position].staying)
-        self._executor.advance(position, demanded=demanded, resident=resident, most=most)
-
-    def _most(self, planned: frozenset[int]) -> int:
-        """Layers that may be on their way: one where more stays than the plan has counted on."""
-        return len(self._sizes) if self._staying <= planned else 1
+        plan = self._follower.plan
+        if plan is not None:
+            coming = self._follower.position % len(plan)
+            planned = plan[coming].staying | {plan[coming].layer}
+            self._executor.advance(coming, most=self._follower.most(planned), between=True)
 
     def leave(self, layer: int) -> list[int]:
         """The use of a layer has ended; returns the layers that are to be let go."""
-        self._for_the_next = None
-        if not self._is_kept(layer):
-            return [layer, *self._in_excess(beside=self._latest)]
-        self._staying.add(layer)
-        if self._plan is not None and self._plan[self._orders.position % len(self._plan)].layer == layer:
-            self._for_the_next = layer
-        return self._in_excess(beside=layer)
-
-    @property
-    def staying(self) -> frozenset[int]:
-        """The layers that the plan keeps in memory until their next use."""
-        return frozenset(self._staying)
+        return self._follower.leave(layer)
 
     def changed(self, layer: int) -> None:
         """What lies on the disk of a layer is other than it was, or elsewhere."""
@@ -170,7 +142,7 @@ class Pipeline:
         """End the executor, after what is under way. Idempotent."""
         self._executor.close()
 
-    # -- the plan -----------------------------------------------------------------------------------------
+    # -- the executor -----------------------------------------------------------------------------------
 
     def _define(self) -> None:
         for layer in self._undefined:
@@ -182,51 +154,25 @@ class Pipeline:
                     layer, [source.for_executor() for source in sources]
                 )
                 self._tensors[layer] = list(zip(offsets, sources, strict=True))
-            if (size, staged) != (self._sizes[layer], self._staged[layer]):
-                self._sizes[layer], self._staged[layer] = size, staged
-                self._plans.clear()
-                self._plan = None
+            self._follower.resize(layer, size, size + staged)
         self._undefined.clear()
 
-    def _follow(self) -> None:
-        """Let the executor follow the plan of the order that this pass agrees with, if there is one."""
-        order = self._orders.followed
-        plan = None
-        if order is not None:
-            plan = self._plans.get(order)
-            if plan is None:
-                known = {known: self._plans[known] for known in self._orders.known if known in self._plans}
-                plan = plan_transfers(order, self._sizes, self._budget, self.read_sizes)
-                self._plans = {**known, order: plan}
-        if plan is not self._plan:
-            self._plan = plan
-            counted = _counted(plan or ())
-            self._executor.follow(
-                [
-                    (use.layer, use.reads, use.reach, counts)
-                    for use, counts in zip(plan or (), counted, strict=True)
-                ]
-            )
+    def _hand_over(self, plan: Sequence[PlannedUse]) -> None:
+        """Let the executor follow a plan."""
+        self._executor.follow(
+            [
+                (use.layer, use.reads, use.reach, counts)
+                for use, counts in zip(plan, _counted(plan), strict=True)
+            ]
+        )
 
-    def _is_kept(self, layer: int) -> bool:
-        position = self._orders.position - 1
-        if self._plan is None or position < 0 or self._plan[position].layer != layer:
-            return False
-        return self._plan[position].kept
-
-    def _in_excess(self, beside: int) -> list[int]:
-        """Take off layers that another order wanted to stay, until the rest is within the budget."""
-        others = self._staying - {beside}
-        excess = sum(self._sizes[other] for other in others) - self._budget
-        order = self._orders.followed or ()
-        going = []
-        for other in sorted(others, key=lambda other: other in order):
-            if excess <= 0:
-                break
-            excess -= self._sizes[other]
-            self._staying.discard(other)
-            going.append(other)
-        return going
+    def _advance(self, *, demanded: int = -1, resident: int = -1) -> None:
+        """Let the executor read ahead along the plan."""
+        position, most = None, 0
+        if self._follower.plan is not None:
+            position = self._follower.position - 1
+            most = self._follower.most(self._follower.plan[position].staying)
+        self._executor.advance(position, demanded=demanded, resident=resident, most=most)
 
 
 def _counted(plan: Sequence[PlannedUse]) -> list[bool]:
