@@ -11,12 +11,12 @@ _SHAPE = "peftds_shape"
 
 
 def empty(parameter: nn.Parameter) -> None:
-    """Let a parameter of host memory go of its elements, unless it has."""
+    """Let a parameter go of its elements, unless it has."""
     if is_empty(parameter):
         return
     setattr(parameter, _SHAPE, parameter.shape)
     with torch.inference_mode(False):  # training comes after inference, and wants ordinary tensors
-        parameter.data = torch.empty(0, dtype=parameter.dtype)
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def is_empty(parameter: nn.Parameter) -> bool:

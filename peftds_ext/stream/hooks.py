@@ -132,6 +132,8 @@ def _on_gradient(outputs: list[Any], call: Callable[[], None]) -> None:
     A leaf has no nodes before it, and so nothing of the layer is needed for its gradient.
     """
     tensors = [tensor for tensor in outputs if tensor.grad_fn is not None]
+    on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    tensors = on_device or tensors  # each device has a queue of its own, and weights are used in one
     if len(tensors) == 1:
         tensors[0].register_hook(lambda gradient: call())
     elif tensors:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain torch module whose frozen parameters stay in files and are in memory only around their use."""
+"""A plain torch module whose frozen parameters stay in files and are in memory only around their use.
+
+On a GPU they come through host memory, from which they are copied ahead of their use.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ from torch import Tensor, nn
 from peftds_ext.store.engine import StorageEngine
 from peftds_ext.store.records import Records, Source
 from peftds_ext.store.swap_file import SwapFile
+from peftds_ext.stream.device import AcceleratorDevice, Device
 from peftds_ext.stream.emptied import empty, is_empty, shape_of
 from peftds_ext.stream.hooks import LayerCoordinator, hook
+from peftds_ext.stream.host import ReadLayers
 from peftds_ext.stream.layers import find_layers
 from peftds_ext.stream.linear import hold_no_weights, restore
 from peftds_ext.stream.pipeline import Pipeline
+from peftds_ext.stream.uploads import Uploads
 
 
 class _Streamed(NamedTuple):
@@ -41,15 +47,26 @@ class ModuleStream:
     """
 
     def __init__(
-        self, model: nn.Module, sources: Mapping[str, Source], engine: StorageEngine, budget: int
+        self,
+        model: nn.Module,
+        sources: Mapping[str, Source],
+        engine: StorageEngine,
+        budget: int,
+        *,
+        device_budget: int = 0,
+        device: Device | None = None,
     ) -> None:
         """Empty the parameters that have a source, and hook their layers.
 
         Args:
             sources: where parameters lie, by their names in ``model.named_parameters()``. Those without
                 elements are left alone.
-            engine: reads them; it stays the caller's to close, after the stream.
-            budget: how many bytes may be in memory beside the layer in use and the next one that is read.
+            engine: reads them; it stays the caller's to close, after the stream. Where parameters are on a
+                GPU its memory should be page-locked.
+            budget: how many bytes may be in host memory beside the layer in use (on a GPU: that is being
+                copied) and the next one that is read.
+            device_budget: how many bytes may be on the GPU beside the layer in use and the next one.
+            device: what copies there, if not the GPU that parameters are on.
 
         Raises:
             ValueError: a name is no parameter's, or one cannot be streamed: the message names it.
@@ -62,6 +79,12 @@ class ModuleStream:
         self._holders: dict[nn.Parameter, set[int]] = {p: set() for p in self._parameters}
         self.pipeline = Pipeline(engine, self._sources, len(layers), budget)
         """What reads, for its counts."""
+        self.uploads: Uploads | None = None
+        """What copies to the GPU, for its counts; None where parameters are in host memory."""
+        self._tier: Pipeline | Uploads = self.pipeline
+        device = device or _accelerator(self._parameters)
+        if device is not None:
+            self._tier = self.uploads = Uploads(ReadLayers(self.pipeline), device, len(layers), device_budget)
         self.coordinator = LayerCoordinator(layers, self)
         """What the layers' hooks enter, for its count."""
         self._closed = False
@@ -104,14 +127,14 @@ class ModuleStream:
             loaded[parameter] = records.fetch(name)
         self._end()
         for parameter, tensor in loaded.items():
-            self._adopt(parameter, tensor)
+            self._adopt(parameter, tensor.to(parameter.device))
 
     def _end(self) -> None:
         for handle in self._hooks:
             handle.remove()
         restore(self._linear)
         self.coordinator.forget()
-        self.pipeline.close()
+        self._tier.close()
         self._closed = True
 
     # -- from the coordinator -----------------------------------------------------------------------------
@@ -123,12 +146,12 @@ class ModuleStream:
             StorageError: a read failed.
         """
         self._refuse_if_closed()
-        self._let_go(self.pipeline.make_room(layer))
+        self._let_go(self._tier.make_room(layer))
         parameters = self._of_layer[layer]
         for parameter in parameters:
             self._holders[parameter].add(layer)
         resident = not any(is_empty(parameter) for parameter in parameters)
-        read = self.pipeline.enter(layer, resident=resident)
+        read = self._tier.enter(layer, resident=resident)
         if not resident:
             for parameter, tensor in zip(parameters, read, strict=True):
                 if is_empty(parameter):
@@ -138,15 +161,15 @@ class ModuleStream:
         """A use has ended: what nobody holds is let go, as the plan says."""
         if self._closed:  # a graph that outlives the stream
             return
-        self._let_go(self.pipeline.leave(layer))
+        self._let_go(self._tier.leave(layer))
 
     def begin_pass(self) -> None:
         """The model's forward begins."""
-        self.pipeline.begin_pass()
+        self._tier.begin_pass()
 
     def begins_again(self, layer: int) -> bool:
         """Tell whether a layer is the one that this pass began with, so that another pass begins here."""
-        return self.pipeline.begins_again(layer)
+        return self._tier.begins_again(layer)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, module: nn.Module, inputs: Any) -> None:
@@ -182,8 +205,8 @@ def _streamed_parameters(model: nn.Module, sources: Mapping[str, Source]) -> dic
         if parameter.requires_grad:
             raise ValueError(f"{name}: is trainable, and only what is frozen can stay in its file")
         shape = shape_of(parameter)
-        ours = (parameter.device.type, parameter.dtype, shape.numel())
-        if ours != ("cpu", source.dtype, source.numel):
+        ours = (parameter.dtype, shape.numel())
+        if parameter.is_meta or ours != (source.dtype, source.numel):
             raise ValueError(
                 f"{name}: has {shape.numel()} elements of {parameter.dtype} on {parameter.device}, and its "
                 f"source gives {source.numel} of {source.dtype} in host memory"
@@ -191,6 +214,21 @@ def _streamed_parameters(model: nn.Module, sources: Mapping[str, Source]) -> dic
         if source.numel:
             streamed[parameter] = _Streamed(name, source, shape)
     return streamed
+
+
+def _accelerator(parameters: Iterable[nn.Parameter]) -> Device | None:
+    """Return the device that parameters are on, or None if it is the host.
+
+    Raises:
+        ValueError: they are on several.
+    """
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the streamed parameters are on {sorted(map(str, devices))}: one stream serves one device"
+        )
+    device = devices.pop() if devices else torch.device("cpu")
+    return None if device.type == "cpu" else AcceleratorDevice(device)
 
 
 def _no_swap_file() -> SwapFile:
