@@ -47,7 +47,7 @@ class StepStats(BaseModel):
     compute_waited_seconds: Seconds
     """Seconds of it in which compute stood still because a layer was not there."""
 
-    waited_for: Literal["disk", "decode"] = "disk"
+    waited_for: Literal["disk", "decode", "copies"] = "disk"
     """What compute waited for, or most of the time did."""
 
     layers_used: Count
@@ -63,7 +63,7 @@ class StepStats(BaseModel):
     """Uses of a layer whose transfer had not finished."""
 
     tiers: Mapping[str, TierStats] = Field(default_factory=dict)
-    """By tier, such as ``"disk"``."""
+    """By tier: ``"disk"``, and on a GPU ``"copies"`` from host memory."""
 
     @model_validator(mode="after")
     def _check_sum(self) -> StepStats:
@@ -86,7 +86,7 @@ class StepStats(BaseModel):
 
     @computed_field  # type: ignore[prop-decorator]
     @property
-    def bound_by(self) -> Literal["compute", "disk", "decode"]:
+    def bound_by(self) -> Literal["compute", "disk", "decode", "copies"]:
         """What a faster step would need more of: compute, if it hardly waited, else what it waited for."""
         waited = self.compute_waited_seconds
         return "compute" if not waited or waited < COMPUTE_BOUND_SHARE * self.seconds else self.waited_for

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "stream"))
 
 from ds_fixtures import measured, pytest_terminal_summary, runner
 

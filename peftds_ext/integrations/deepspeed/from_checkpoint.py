@@ -152,6 +152,8 @@ def _init_class(stock: Any) -> Any:
             self._peftds_tensors, self._peftds_refuse = peftds_in_place
             self._peftds_files: dict[Path, Any] = {}
             super().__init__(*args, **kwargs)
+            for buffer in kwargs["module"].buffers():  # DeepSpeed moves parameters, and leaves these
+                buffer.data = buffer.data.to(self.local_device)
             del self._peftds_tensors, self._peftds_refuse, self._peftds_files
 
         def _convert_to_zero_parameters(self, param_list: Iterable[Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,10 @@ from peftds_ext.store.records import Source
 from peftds_ext.stream.layers import Layer
 from peftds_ext.stream.pipeline import Pipeline
 from peftds_ext.stream.recorder import Recorder
+from peftds_ext.stream.uploads import Uploads
+
+if TYPE_CHECKING:
+    from peftds_ext._native._core import Arena
 
 
 class LayerFetch:
@@ -34,7 +38,7 @@ class LayerFetch:
 
         self._gathered, self._absent = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
         self._layers: list[tuple[Any, ...]] = [layer.parameters for layer in layers]
-        self._one_rank = all(map(_is_whole_on_the_host, _each(self._layers)))
+        self._aliased = all(map(_is_whole_on_the_host, each(self._layers)))
         self._budget = budget
         self._recorder = recorder
         self.before_gather: Callable[[Sequence[Any]], None] = _nobody_cares
@@ -43,7 +47,7 @@ class LayerFetch:
     @functools.cached_property
     def _swapped(self) -> list[tuple[Any, ...]]:
         """By layer, what lies on the disk; looked up at the first use, since DeepSpeed moves some before."""
-        return [tuple(p for p in params if _is_swapped(p)) for params in self._layers]
+        return [tuple(p for p in params if is_swapped(p)) for params in self._layers]
 
     @functools.cached_property
     def pipeline(self) -> Pipeline | None:
@@ -59,17 +63,22 @@ class LayerFetch:
 
         def changed(parameter: Any) -> None:
             for layer in layers_of.get(parameter.ds_id, ()):
-                pipeline.changed(layer)
+                self.changed(layer)
 
         for swapper in swappers:
             swapper.when_changed = changed
         return pipeline
 
     def _swappers(self) -> list[ParameterSwapper]:
-        return list(dict.fromkeys(p.nvme_swapper for p in _each(self._swapped)))
+        return list(dict.fromkeys(p.nvme_swapper for p in each(self._swapped)))
 
     def _sources(self, layer: int) -> list[Source]:
         return [parameter.nvme_swapper.source(parameter) for parameter in self._swapped[layer]]
+
+    def changed(self, layer: int) -> None:
+        """What lies on the disk of a layer is going to be other than it was."""
+        if self.pipeline is not None:
+            self.pipeline.changed(layer)
 
     def begin_pass(self) -> None:
         """The model's forward begins."""
@@ -116,7 +125,7 @@ class LayerFetch:
         going = self.pipeline.leave(layer) if self.pipeline is not None else []
         kept = layer not in going
         idle = self._deactivate(layer)
-        if not (kept and self._one_rank):  # else gathered and in memory are the same
+        if not (kept and self._aliased):  # else gathered and in memory are the same
             self._let_go([p for p in idle if not (p.ds_persist or p.is_external_param)], stay=kept)
         for other in going:
             if other != layer:
@@ -139,25 +148,38 @@ class LayerFetch:
         self._let_go([p for p in parameters if id(p) in staying], stay=True)
         self._let_go([p for p in parameters if id(p) not in staying], stay=False)
 
+    def drop_copies(self) -> None:
+        """Partitions may be changed. Here nothing is a copy of them that outlives a use."""
+
     def end_step(self, optimizer_began: int) -> None:
         """A step has ended, whose optimizer's part began at a time of the monotonic clock."""
-        self._recorder.end_step(
-            self.pipeline.executor if self.pipeline is not None else None, optimizer_began
-        )
+        executor = self.pipeline.executor if self.pipeline is not None else None
+        self._recorder.end_step(executor, self._copies(), optimizer_began)
+
+    def _arenas(self) -> set[Arena]:
+        """Return the memory that partitions come to from the disk."""
+        return {swapper.engine.arena for swapper in self._swappers()}
+
+    def _locked_bytes(self) -> int:
+        return sum(arena.usage().locked for arena in self._arenas())
+
+    def _copies(self) -> Uploads | None:
+        """Return what copies to a device."""
+        return None
 
     def stats(self, entries: int) -> Stats:
         """Return the record of the run; ``entries`` are the calls from the model so far."""
-        in_memory = {id(p): p.ds_tensor.nbytes for p in _each(self._layers) if not _is_swapped(p)}
+        in_memory = {id(p): p.ds_tensor.nbytes for p in each(self._layers) if not is_swapped(p)}
         held = sum(in_memory.values())
-        arenas = {swapper.engine.arena for swapper in self._swappers()}
-        usages = [arena.usage() for arena in arenas]
+        usages = [arena.usage() for arena in self._arenas()]
         return Stats(
             last_step=self._recorder.last,
             run=self._recorder.run,
             steps=self._recorder.steps,
             host_bytes_held=held + sum(usage.live for usage in usages),
             host_bytes_peak=held + sum(usage.peak_live for usage in usages),
-            pinned_bytes=pinned_bytes(),
+            # Some drivers lock memory for a GPU without the system counting it.
+            pinned_bytes=max(pinned_bytes(), self._locked_bytes()),
             python_entries=entries,
         )
 
@@ -181,7 +203,7 @@ class LayerFetch:
         if not parameters:
             return
         self.before_gather(parameters)
-        if not self._one_rank:
+        if not self._aliased:
             parameters[0].all_gather_coalesced(parameters).wait()
             return
         for parameter in parameters:
@@ -190,7 +212,7 @@ class LayerFetch:
 
     def _let_go(self, parameters: Sequence[Any], *, stay: bool) -> None:
         gathered = [p for p in parameters if p.ds_status is self._gathered]
-        if not self._one_rank and gathered and not stay:
+        if not self._aliased and gathered and not stay:
             gathered[0].partition(gathered)
             return
         with torch.inference_mode(False):  # training comes after inference, and wants ordinary tensors
@@ -199,7 +221,7 @@ class LayerFetch:
                 parameter.ds_status = self._absent
         if not stay:
             for parameter in gathered:
-                if _is_swapped(parameter):
+                if is_swapped(parameter):
                     parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
 
 
@@ -207,11 +229,12 @@ def _nobody_cares(parameter: Any) -> None:
     pass
 
 
-def _each(groups: Iterable[Iterable[Any]]) -> Iterable[Any]:
+def each(groups: Iterable[Iterable[Any]]) -> Iterable[Any]:
     return (item for group in groups for item in group)
 
 
-def _is_swapped(parameter: Any) -> bool:
+def is_swapped(parameter: Any) -> bool:
+    """Whether a parameter's partition is on the disk."""
     swapper = parameter.nvme_swapper
     return isinstance(swapper, ParameterSwapper) and swapper.has(parameter)
 

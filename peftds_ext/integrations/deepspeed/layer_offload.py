@@ -25,10 +25,8 @@ from torch import nn
 
 from peftds_ext.integrations.deepspeed.layer_fetch import LayerFetch
 from peftds_ext.observe.stats import Stats
-from peftds_ext.observe.trace import TraceWriter
 from peftds_ext.stream.hooks import LayerCoordinator, hook
 from peftds_ext.stream.layers import Layer, find_layers
-from peftds_ext.stream.recorder import Recorder
 
 
 class ZeroCoordinator(LayerCoordinator):
@@ -66,6 +64,10 @@ class ZeroCoordinator(LayerCoordinator):
         self.forget()
         self._fetch.release_all(module.parameters())
 
+    def drop_copies(self) -> None:
+        """Partitions may be changed behind everybody's back: let go of copies."""
+        self._fetch.drop_copies()
+
     def wait_before_gather(self, wait: Callable[[Sequence[Any]], None]) -> None:
         """Let ``wait`` be called with the parameters that a layer is about to gather."""
         self._fetch.before_gather = wait
@@ -94,15 +96,12 @@ def layer_offload_class(stock: Any) -> type:
     class LayerOffload(stock):  # type: ignore[misc]
         """DeepSpeed's object for the parameters of ZeRO-3, with hooks at the borders of layers."""
 
-        peftds_budget = 0
-        """Bytes of partitions that may stay in memory between their uses; set before construction."""
-        peftds_trace: TraceWriter | None = None
-        """Where uses and transfers are traced; set before construction."""
+        peftds_fetch: Callable[[Sequence[Layer]], LayerFetch]
+        """Makes what brings layers; set before construction."""
 
         def setup_zero_stage3_hooks(self) -> None:
             self.peftds_layers = find_layers(self.module)
-            recorder = Recorder([layer.name for layer in self.peftds_layers], self.peftds_trace)
-            fetch = LayerFetch(self.peftds_layers, self.peftds_budget, recorder)
+            fetch = self.peftds_fetch(self.peftds_layers)
             self.param_coordinator = ZeroCoordinator(self.peftds_layers, fetch)
             super().setup_zero_stage3_hooks()
 

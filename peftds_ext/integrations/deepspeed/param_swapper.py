@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from peftds_ext.integrations.deepspeed import accelerator
 from peftds_ext.integrations.deepspeed.offload import NVME_PATH, memory_budget
 from peftds_ext.integrations.deepspeed.section import read_section
 from peftds_ext.store.engine import StorageEngine, choose_settings
@@ -73,7 +74,8 @@ class ParameterSwapper:
         self._threshold = max(_MIN_SWAPPED_BYTES, int(ds_config.aio_config["block_size"]))
         self._budget = memory_budget(raw, self._item_bytes)
         section = read_section(raw)
-        self._engine = StorageEngine(choose_settings(section.io, root, raw.get("aio")))
+        settings = choose_settings(section.io, root, raw.get("aio"))
+        self._engine = StorageEngine(settings, accelerator.page_lock())
         rank, ranks = comm.get_rank(), comm.get_world_size()
         engine = self._engine
         self._records = Records(engine, lambda: _swap_file(root, engine, rank, ranks))
@@ -205,13 +207,21 @@ class ParameterSwapper:
         """Tell whether a partition is on the disk alone, and not on its way either."""
         return bool(param.ds_tensor.status == self._status.NOT_AVAILABLE)
 
+    def check(self, param: Any, tensor: Tensor) -> None:
+        """Compare what was read through :meth:`source`, as the policy of checksums says.
+
+        Raises:
+            CorruptDataError: other bytes are there than were written.
+        """
+        self._records.arrived(_key(param), tensor)
+
     def adopt(self, param: Any, tensor: Tensor) -> None:
         """Make a partition AVAILABLE that was read through :meth:`source`.
 
         Raises:
             CorruptDataError: other bytes are there than were written.
         """
-        self._records.arrived(_key(param), tensor)
+        self.check(param, tensor)
         with self._lock:
             if self.is_absent(param):
                 param.ds_tensor.data = tensor
@@ -346,7 +356,8 @@ class ParameterSwapper:
             param.ds_tensor.data = self._records.mapped(_key(param))
         else:
             with torch.inference_mode(False):
-                param.ds_tensor.data = torch.empty(0, dtype=param.ds_tensor.dtype)
+                # Not by a factory of torch's: zero.Init lets these choose another device and dtype.
+                param.ds_tensor.data = param.ds_tensor.data[:0].clone()
 
 
 def _swap_file(root: Path, engine: StorageEngine, rank: int, ranks: int) -> SwapFile:

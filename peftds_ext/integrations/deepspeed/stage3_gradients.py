@@ -64,12 +64,28 @@ class LowPrecisionGradients(Base):
         if not self._keeps_gradients:
             super().initialize_optimizer_states()
 
+    def _setup_for_real_optimizer(self) -> None:
+        """Give the reduce buckets back where nothing is reduced: on a GPU they take a gigabyte by default."""
+        super()._setup_for_real_optimizer()
+        if self._keeps_gradients and self._is_alone:
+            for bucket in self.ipg_buckets.values():
+                bucket.buffer = None
+
+    def _make_buckets(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        device = get_accelerator().current_device_name()
+        for dtype, bucket in self.ipg_buckets.items():
+            if bucket.buffer is None and self.contiguous_gradients:
+                bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
+
     # ---- backward ---------------------------------------------------------------------------
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
         """With one rank there is nothing to reduce: hand the gradient over without the bucket."""
         same_dtype = self.get_param_comm_dtype(param) in (param.grad.dtype, self.gradient_accumulation_dtype)
         if not (self._keeps_gradients and self._is_alone and same_dtype):
+            self._make_buckets()
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
             return
         if not getattr(param, "ds_grad_is_ready", True):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from peftds_ext.integrations.deepspeed.layer_offload import ZeroCoordinator
+from peftds_ext.integrations.deepspeed.parameter_calls import before_gathers
 from peftds_ext.integrations.deepspeed.section import read_section
 from peftds_ext.optim.late_step import LateStep, Report
 
@@ -79,9 +80,7 @@ class LateSteps(Base):
                 owner._wait_for(parameters)
 
         self.parameter_offload.param_coordinator.wait_before_gather(wait_for)
-        for parameter in self.module.parameters():
-            parameter.all_gather = _waiting(wait_for, parameter, parameter.all_gather)
-            parameter.all_gather_coalesced = _waiting(wait_for, parameter, parameter.all_gather_coalesced)
+        before_gathers(self.module.parameters(), wait_for)
 
     def _wait_for(self, parameters: Iterable[Any]) -> None:
         """Wait until these parameters are what the last step has made of them.
@@ -208,16 +207,3 @@ class LateSteps(Base):
         if self._peftds_late is not None:
             self._peftds_late.close()
         super().destroy()
-
-
-def _waiting(wait_for: Callable[[Iterable[Any]], None], parameter: Any, gather: Callable[..., Any]) -> Any:
-    """Return ``gather``, a method of ``parameter``, such that it waits for all that it is to gather."""
-
-    @functools.wraps(gather)
-    def waiting(*args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args else kwargs.pop("param_list", kwargs.pop("params", None))
-        parameters = [parameter] if given is None else list(given)
-        wait_for(parameters)
-        return gather(parameters, *args[1:], **kwargs)
-
-    return waiting

@@ -4,19 +4,26 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from peftds_ext.config import ParamsConfig
+from peftds_ext.integrations.deepspeed import accelerator
+from peftds_ext.integrations.deepspeed.layer_fetch import LayerFetch
 from peftds_ext.integrations.deepspeed.layer_offload import ZeroCoordinator, layer_offload_class
+from peftds_ext.integrations.deepspeed.layer_upload import LayerUpload
 from peftds_ext.integrations.deepspeed.offload import memory_budget, offloads_parameters
 from peftds_ext.integrations.deepspeed.section import read_section
 from peftds_ext.observe.stats import Stats, StepStats, pinned_bytes
 from peftds_ext.observe.trace import TraceWriter
+from peftds_ext.stream.layers import Layer
+from peftds_ext.stream.recorder import Recorder
 
 if TYPE_CHECKING:
     from peftds_ext.integrations.deepspeed._stage3_seam import Stage3Seam
@@ -42,20 +49,33 @@ class LayerHooks(Stage3Seam):
             return super().initialize_ds_offload(*args, **kwargs)
         stock = stage3.DeepSpeedZeRoOffload
         ours = layer_offload_class(stock)
-        settings = {"peftds_budget": _budget(kwargs), "peftds_trace": _trace(kwargs)}
-        stage3.DeepSpeedZeRoOffload = type("LayerOffload", (ours,), settings)
+        fetch = staticmethod(_how_to_fetch(kwargs))
+        stage3.DeepSpeedZeRoOffload = type("LayerOffload", (ours,), {"peftds_fetch": fetch})
         try:
             return super().initialize_ds_offload(*args, **kwargs)
         finally:
             stage3.DeepSpeedZeRoOffload = stock
 
+    def checkpoint_event_prologue(self) -> None:
+        """Let go of copies: a load writes into the partitions of frozen parameters, and tells nobody."""
+        super().checkpoint_event_prologue()
+        coordinator = _coordinator(self)
+        if coordinator is not None:
+            coordinator.drop_copies()
+
     def step(self, closure: Any = None) -> None:
         """Note when the step ends."""
         began = time.monotonic_ns()
         super().step(closure)
-        coordinator = getattr(self.parameter_offload, "param_coordinator", None)
-        if isinstance(coordinator, ZeroCoordinator):
+        coordinator = _coordinator(self)
+        if coordinator is not None:
             coordinator.end_step(began)
+
+
+def _coordinator(optimizer: Any) -> ZeroCoordinator | None:
+    """Return what knows the layers of an engine's optimizer, or None if DeepSpeed's own hooks are on."""
+    found = getattr(getattr(optimizer, "parameter_offload", None), "param_coordinator", None)
+    return found if isinstance(found, ZeroCoordinator) else None
 
 
 def stats(engine: Any) -> Stats:
@@ -65,15 +85,15 @@ def stats(engine: Any) -> Stats:
         ValueError: neither layers are streamed nor states stored; the message says why, or where to look.
     """
     optimizer = getattr(engine, "optimizer", None)
-    coordinator = getattr(getattr(optimizer, "parameter_offload", None), "param_coordinator", None)
+    coordinator = _coordinator(optimizer)
     states = getattr(optimizer, "_peftds_states", None)
-    if not isinstance(coordinator, ZeroCoordinator) and states is None:
+    if coordinator is None and states is None:
         raise ValueError(
             "this engine streams no layers and stores no states: its parameters are not offloaded under "
             "ZeRO-3, or DeepSpeed's own hooks fetch them, and its optimizer states are as DeepSpeed has "
             "them; the log of peftds_ext says why (level INFO)"
         )
-    found = coordinator.stats() if isinstance(coordinator, ZeroCoordinator) else _nothing_streamed()
+    found = coordinator.stats() if coordinator is not None else _nothing_streamed()
     return found if states is None else found.model_copy(update={"optimizer": states.stats()})
 
 
@@ -99,14 +119,13 @@ def _nothing_streamed() -> Stats:
 
 def _why_not(arguments: dict[str, Any]) -> str:
     """Return why DeepSpeed's own hooks are needed, or ""."""
-    from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import z3_leaf_module
 
     module: nn.Module = arguments["module"]
     if not isinstance(arguments["ds_config"], dict) or not offloads_parameters(arguments["ds_config"]):
         return "parameters are not offloaded"
-    if not get_accelerator().is_synchronized_device():
-        return "layers are fetched on the CPU accelerator only, so far"
+    if accelerator.why_no_layers():
+        return accelerator.why_no_layers()
     if arguments["zero_quantized_weights"] or arguments["zero_quantized_nontrainable_weights"]:
         return "weights are quantized"
     if arguments["zero_param_parallel_group"] is not None:
@@ -128,13 +147,40 @@ def _trace(arguments: dict[str, Any]) -> TraceWriter | None:
     return writer
 
 
-def _budget(arguments: dict[str, Any]) -> int:
-    """Return the bytes that may stay in memory between uses: ours, or DeepSpeed's in elements."""
+def _how_to_fetch(arguments: dict[str, Any]) -> Callable[[Sequence[Layer]], LayerFetch]:
+    """Return what makes the object that brings layers to where they compute."""
+    device, trace = accelerator.layer_device(), _trace(arguments)
+    host_budget, device_budget = _budgets(arguments)
+    if device is None:  # there the device's memory is the host's
+        budget = host_budget + (device_budget or 0)
+        return lambda layers: LayerFetch(layers, budget, _recorder(layers, trace))
+    if device_budget is None:
+        device_budget = _reuse(arguments, "max_live_parameters")
+    on_device = functools.partial(
+        LayerUpload, device=device, device_budget=device_budget, page_lock=accelerator.page_lock()
+    )
+    return lambda layers: on_device(layers, host_budget, _recorder(layers, trace))
+
+
+def _recorder(layers: Sequence[Layer], trace: TraceWriter | None) -> Recorder:
+    return Recorder([layer.name for layer in layers], trace, accelerator.profiler_ranges())
+
+
+def _budgets(arguments: dict[str, Any]) -> tuple[int, int | None]:
+    """Return the bytes that may stay in host memory and on the device between uses, ours or DeepSpeed's."""
     raw = arguments["ds_config"]
     params: ParamsConfig = read_section(raw).params
     if params.host_bytes is not None or params.device_bytes is not None:
-        # On the CPU accelerator the device's memory is the host's.
-        return (params.host_bytes or 0) + (params.device_bytes or 0)
-    item_bytes = next(arguments["module"].parameters()).dtype.itemsize
-    given = memory_budget(raw, item_bytes)
-    return given if given is not None else int(arguments["max_reuse_distance"]) * item_bytes
+        return params.host_bytes or 0, params.device_bytes
+    given = memory_budget(raw, _item_bytes(arguments))
+    return given if given is not None else _reuse(arguments), None
+
+
+def _reuse(arguments: dict[str, Any], *bounds: str) -> int:
+    """Return DeepSpeed's distance of reuse, within other bounds that it has in elements, in bytes."""
+    return min(int(arguments[name]) for name in ("max_reuse_distance", *bounds)) * _item_bytes(arguments)
+
+
+def _item_bytes(arguments: dict[str, Any]) -> int:
+    parameter: nn.Parameter = next(arguments["module"].parameters())
+    return parameter.dtype.itemsize

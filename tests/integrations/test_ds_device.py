@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers copied to a stand-in for a GPU give the losses of a model that is whole in memory, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from ds_layers import CASES, LAYERS, configured, on_a_device, train
+from ds_models import masters
+from ds_nvme import LARGE_ADAPTER, batches, lora_on, shape_for_disk, train_step
+from ds_runner import Runner
+from ds_worker import Run
+
+import peftds_ext
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tier_and_budget_gives_the_resident_losses(runner: Runner, case: str) -> None:
+    resident = runner.one(train, tier="resident", **CASES[case]).result
+    runs: list[dict[str, Any]] = [
+        {"tier": "cpu", "device": "lazy", "device_budget": 0},
+        {"tier": "nvme", "device": "lazy", "budget": 0, "device_budget": 3 << 20},
+    ]
+    if case in ("plain", "checkpointing"):
+        runs += [
+            {"tier": "cpu", "device": "eager"},
+            {"tier": "nvme", "device": "eager", "budget": 6 << 20, "device_budget": 0},
+        ]
+    for settings in runs:
+        streamed = runner.one(train, **settings, **CASES[case]).result
+        assert streamed["losses"] == resident["losses"], settings
+        assert all(torch.equal(streamed["masters"][n], m) for n, m in resident["masters"].items())
+        if CASES[case].get("kind") == "view":
+            continue
+        if settings.get("device_budget") is not None:
+            largest = max(streamed["device sizes"])
+            assert streamed["device peak"] <= 2 * largest + settings["device_budget"], settings
+        if settings["tier"] == "nvme":
+            assert streamed["memory"][0] <= 2 * max(streamed["sizes"]) + settings["budget"], settings
+        else:
+            assert streamed["counts"]["waits"] == 0
+
+
+def changed_by_hand(run: Run, tier: str, device: str = "", device_budget: int = 0) -> dict[str, Any]:
+    """Change frozen weights between steps, before a backward pass, and by loading a checkpoint."""
+    import deepspeed
+
+    if device:
+        on_a_device(device == "eager")
+    config = configured(run, tier, 0)
+    config["peftds_ext"].setdefault("params", {})["device_bytes"] = device_budget
+    whole = lora_on(shape_for_disk(num_hidden_layers=LAYERS))
+    engine = run.initialize(whole, config)
+    layers = whole.base_model.model.model.layers
+    losses = []
+
+    def scale(layer: int, factor: float) -> None:
+        weight = layers[layer].mlp.up_proj.weight
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            weight.data.mul_(factor)
+
+    for number, batch in enumerate(batches(5)):
+        scale(number % LAYERS, 1.5)
+        loss = engine(input_ids=batch, labels=batch).loss
+        scale(LAYERS - 1, 0.75)  # has been copied ahead for the backward pass by now
+        scale(0, 1.25)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+        if number == 1:
+            engine.save_checkpoint(str(run.tmp / "checkpoint"))
+        if number == 3:
+            engine.load_checkpoint(str(run.tmp / "checkpoint"))
+    return {"losses": losses, "masters": masters(engine)}
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 30])
+def test_a_frozen_weight_that_changes_is_copied_anew(runner: Runner, budget: int) -> None:
+    in_memory = runner.one(changed_by_hand, tier="cpu").result
+    for tier, device in (("cpu", "eager"), ("nvme", "lazy")):
+        ours = runner.one(changed_by_hand, tier=tier, device=device, device_budget=budget).result
+        assert ours["losses"] == in_memory["losses"], (tier, device)
+        assert all(torch.equal(ours["masters"][n], m) for n, m in in_memory["masters"].items())
+
+
+def late(run: Run, device: str) -> dict[str, Any]:
+    """Train large adapters, also on the disk, with steps that overlap the next forward."""
+    if device:
+        on_a_device(device == "eager")
+    config = configured(run, "nvme", 0)
+    place = {"device": "nvme", "nvme_path": str(run.tmp / "states")}
+    config["zero_optimization"] |= {"offload_optimizer": place, "stage3_param_persistence_threshold": 0}
+    config["peftds_ext"] |= {"optimizer": {"overlap": True}}
+    engine = run.initialize(lora_on(shape_for_disk(num_hidden_layers=LAYERS), **LARGE_ADAPTER), config)
+    losses = [train_step(engine, batch) for batch in batches(4)]
+    engine.eval()
+    with torch.no_grad():
+        losses.append(float(engine(input_ids=batches(1)[0], labels=batches(1)[0]).loss))
+    return {"losses": losses, "masters": masters(engine)}
+
+
+def test_steps_may_overlap_the_next_forward(runner: Runner) -> None:
+    in_memory = runner.one(late, device="")
+    for device in ("lazy", "eager"):
+        ours = runner.one(late, device=device)
+        assert ours.said("steps overlap the next forward") == 1
+        assert ours.result["losses"] == in_memory.result["losses"]
+        assert all(torch.equal(ours.result["masters"][n], m) for n, m in in_memory.result["masters"].items())
+
+
+def test_with_room_on_the_device_nothing_is_copied_after_the_first_step(runner: Runner) -> None:
+    for tier in ("cpu", "nvme"):
+        stats = runner.one(train, tier=tier, device="lazy", device_budget=1 << 30).result["stats"]
+        assert stats["last_step"]["tiers"].get("copies", {"bytes": 0})["bytes"] == 0
+        assert stats["last_step"]["resident_share"] == 1.0
+
+
+def test_host_memory_is_page_locked_in_its_exact_size(runner: Runner) -> None:
+    result = runner.one(train, tier="cpu", device="eager").result
+    live, held, locked = result["host"]
+    assert locked == held == live
+    assert locked <= 1.05 * result["stats"]["host_bytes_held"]
+    assert result["stats"]["pinned_bytes"] >= locked > 0
+
+
+def test_memory_that_cannot_be_locked_is_used_and_told_of(runner: Runner) -> None:
+    outcome = runner.one(low_limit, device="eager")
+    assert outcome.said("is not page-locked") == 1
+    assert outcome.said("ulimit -l") == 1
+    assert outcome.result == runner.one(low_limit, device="").result
+
+
+def low_limit(run: Run, device: str) -> list[float]:
+    import os
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
+    user = os.geteuid()
+    if user == 0:  # whose memory is not limited
+        os.seteuid(65534)
+    losses: list[float] = train(run, tier="cpu", device=device)["losses"]
+    os.seteuid(user)
+    return losses
+
+
+class Profiler:
+    """Keeps the ranges that it is shown."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, str] = {}
+        self.closed: list[str] = []
+
+    def range_start(self, msg: str) -> int:
+        self.open[id(msg)] = msg
+        return id(msg)
+
+    def range_end(self, range_id: int) -> None:
+        self.closed.append(self.open.pop(range_id))
+
+
+def recorded(run: Run) -> dict[str, Any]:
+    from peftds_ext.integrations.deepspeed import accelerator
+
+    on_a_device(eager=True)
+    profiler = Profiler()
+    accelerator.profiler_ranges = lambda: profiler
+    config = configured(run, "nvme", 0)
+    config["peftds_ext"]["trace"] = str(run.tmp / "trace.json")
+    config["peftds_ext"]["params"]["device_bytes"] = 0
+    engine = run.initialize(lora_on(shape_for_disk(num_hidden_layers=LAYERS)), config)
+    for batch in batches(3):
+        train_step(engine, batch)
+    stats = peftds_ext.stats(engine)
+    sizes = engine.optimizer.parameter_offload.param_coordinator._fetch.uploads.sizes
+    engine.destroy()
+    return {
+        "stats": stats.model_dump(),
+        "text": str(stats),
+        "trace": json.loads((run.tmp / "trace.json").read_text()),
+        "ranges": profiler.closed,
+        "sizes": sizes,
+    }
+
+
+def test_the_record_the_trace_and_a_profiler_show_what_was_copied(runner: Runner) -> None:
+    result = runner.one(recorded).result
+    last = result["stats"]["last_step"]
+    copied = last["tiers"]["copies"]["bytes"]
+    assert sum(result["sizes"]) < copied < 2 * sum(result["sizes"])
+    assert last["tiers"]["disk"]["bytes"] > 0
+    assert "copies: " in result["text"]
+    tracks = {e["tid"]: e["args"]["name"] for e in result["trace"] if e["name"] == "thread_name"}
+    spans = [(tracks[e["tid"]], e) for e in result["trace"] if e["ph"] == "X"]
+    assert {"layers", "copies", "device waits", "disk 0"} <= {track for track, _ in spans}
+    in_trace = sum(event["args"]["bytes"] for track, event in spans if track == "copies")
+    assert in_trace == result["stats"]["run"]["tiers"]["copies"]["bytes"]
+    layer = "base_model.model.model.layers.1"
+    for how in ("forward", "backward"):
+        assert sum(name.startswith(how) and name.endswith(layer) for name in result["ranges"]) == 3
+
+
+def broken_disk(run: Run) -> list[Any]:
+    """A read fails once, ahead of its use; the step is made again."""
+    on_a_device(eager=True)
+    config = configured(run, "nvme", 0)
+    config["peftds_ext"]["params"]["device_bytes"] = 0
+    engine = run.initialize(lora_on(shape_for_disk(num_hidden_layers=LAYERS)), config)
+    results: list[Any] = []
+    for batch in batches(4):
+        try:
+            results.append(train_step(engine, batch))
+        except peftds_ext.errors.StorageError as error:
+            results.append(str(error))
+            results.append(train_step(engine, batch))
+    return results
+
+
+def test_a_read_that_fails_ahead_is_told_where_the_layer_is_needed(runner: Runner) -> None:
+    good = runner.one(broken_disk).result
+    assert all(isinstance(loss, float) for loss in good)
+    bad = runner.one(broken_disk, env={"PEFTDS_IO_FAULTS": "read:eio@30"}).result
+    told = [result for result in bad if isinstance(result, str)]
+    assert len(told) == 1
+    assert "data.bin" in told[0]
+    assert [result for result in bad if result not in told] == good

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks that copy their parts of layers to stand-ins for GPUs: one gather a use, and the same losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ds_layers import CASES, train
+from ds_runner import Runner
+
+
+@pytest.mark.parametrize("case", ["plain", "checkpointing", "tied embeddings"])
+def test_parts_are_copied_ahead_and_gathered(runner: Runner, case: str) -> None:
+    in_memory = runner.run(train, "ours", world=2, tier="cpu", **CASES[case])[0]
+    runs: list[dict[str, Any]] = [
+        {"tier": "cpu", "device": "lazy", "device_budget": 0},
+        {"tier": "nvme", "device": "eager", "budget": 0, "device_budget": 3 << 20},
+    ]
+    for settings in runs:
+        streamed = runner.run(train, "ours", world=2, **settings, **CASES[case])[0]
+        for ours, theirs in zip(streamed, in_memory, strict=True):
+            assert ours.result["losses"] == theirs.result["losses"], settings
+            assert all(torch.equal(ours.result["masters"][n], m) for n, m in theirs.result["masters"].items())
+            counts = ours.result["counts"]
+            assert counts["ready"] > counts["demanded"] > 0
