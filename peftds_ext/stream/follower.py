@@ -72,9 +72,9 @@ class PlanFollower:
 
     # -- uses -------------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """The model's forward begins."""
-        self._orders.begin()
+    def begin_pass(self, expected: Sequence[int] = ()) -> None:
+        """The model's forward begins; uses will be those ``expected``, if that is known beforehand."""
+        self._orders.begin(expected)
 
     def begins_again(self, layer: int) -> bool:
         """Tell whether a layer is the one that this pass began with, so that another pass begins here."""
@@ -111,6 +111,20 @@ class PlanFollower:
     def most(self, planned: frozenset[int]) -> int:
         """Layers that may be on their way: one where more stays than the plan has counted on."""
         return len(self._sizes) if self._staying <= planned else 1
+
+    def to_bring(self) -> list[int]:
+        """Return the layers to bring in a pass that begins now, in their order, if it goes as planned."""
+        order, there, brought = self._orders.followed, set(self._staying), []
+        if order is not None and order[0] != self._for_the_next:
+            there.discard(self._for_the_next)
+        for use in () if order is None else self._plan_of(order):
+            if self._sizes[use.layer] and use.layer not in there:
+                brought.append(use.layer)
+            if use.kept:
+                there.add(use.layer)
+            else:
+                there.discard(use.layer)
+        return brought
 
     def coming(self) -> list[int]:
         """Return the layers to bring during this use, in the order of their uses in the rest of the pass."""

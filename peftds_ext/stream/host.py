@@ -4,21 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from peftds_ext.stream.pipeline import Pipeline
-
-
-class HostLayer(NamedTuple):
-    """A layer that can be copied."""
-
-    tensors: Sequence[Tensor]
-    """Contiguous and of one dimension. Their memory is nobody else's as long as they are referred to."""
-    transient: bool
-    """Whether memory is given back when they are not referred to any more, and is needed for other layers."""
 
 
 class HostTier(Protocol):
@@ -30,17 +21,24 @@ class HostTier(Protocol):
     def is_ready(self, layer: int) -> bool:
         """Tell whether :meth:`fetch` need not wait."""
 
-    def fetch(self, layer: int) -> HostLayer:
-        """Return a layer, and start to read those that are fetched after it.
+    def make_room(self, layer: int) -> None:
+        """Let those go that do not stay beside a layer that is about to be fetched."""
 
-        What was transient of earlier ones must have been given back.
+    def is_transient(self, layer: int) -> bool:
+        """Tell whether the memory of a layer that was fetched is given back when nobody refers to it."""
+
+    def fetch(self, layer: int) -> Sequence[Tensor]:
+        """Return a layer's tensors, and start to read those that are fetched after it.
+
+        They are contiguous and of one dimension, and their memory is nobody else's as long as they are
+        referred to. Earlier ones that are transient must have been given back.
 
         Raises:
             StorageError: a read failed.
         """
 
-    def begin_pass(self) -> None:
-        """The model's forward begins."""
+    def begin_pass(self, expected: Sequence[int]) -> None:
+        """The model's forward begins, in which these layers are going to be fetched, if nothing changes."""
 
     def rest(self) -> None:
         """Nothing is fetched until the next pass."""
@@ -50,10 +48,7 @@ class HostTier(Protocol):
 
 
 class ReadLayers:
-    """Layers that are read from files into host memory, within a budget of their own.
-
-    The order that the pipeline follows is that of the layers that the device has not kept.
-    """
+    """Layers that are read from files into host memory, within a budget of their own."""
 
     def __init__(
         self, pipeline: Pipeline, check: Callable[[int, Sequence[Tensor]], None] = lambda layer, read: None
@@ -72,25 +67,32 @@ class ReadLayers:
         """Tell whether :meth:`fetch` need not wait."""
         return layer in self._kept or self.pipeline.executor.ready(layer)
 
-    def fetch(self, layer: int) -> HostLayer:
-        """Return a layer, and start to read the next ones; see :meth:`HostTier.fetch`."""
+    def make_room(self, layer: int) -> None:
+        """Let those go that do not stay beside a layer that is about to be fetched."""
         self._forget(self.pipeline.make_room(layer))
+
+    def is_transient(self, layer: int) -> bool:
+        """Tell whether the memory of a layer that was fetched is given back when nobody refers to it."""
+        return layer not in self._kept
+
+    def fetch(self, layer: int) -> Sequence[Tensor]:
+        """Return a layer's tensors, and start to read the next ones; see :meth:`HostTier.fetch`."""
         tensors = self._kept.get(layer)
         read = self.pipeline.enter(layer, resident=tensors is not None)
         if tensors is None:
             self._check(layer, read)
             tensors = self._kept[layer] = read
         self._forget(self.pipeline.leave(layer))
-        return HostLayer(tensors, transient=layer not in self._kept)
+        return tensors
 
     def changed(self, layer: int) -> None:
         """What lies on the disk of a layer is other than it was, or elsewhere."""
         self._forget([layer])
         self.pipeline.changed(layer)
 
-    def begin_pass(self) -> None:
-        """The model's forward begins."""
-        self.pipeline.begin_pass()
+    def begin_pass(self, expected: Sequence[int]) -> None:
+        """The model's forward begins, in which these layers are going to be fetched, if nothing changes."""
+        self.pipeline.begin_pass(expected)
 
     def rest(self) -> None:
         """Nothing is fetched until the next pass: what it begins with is read ahead."""

@@ -78,9 +78,9 @@ class Pipeline:
 
     # -- uses -------------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """The model's forward begins."""
-        self._follower.begin_pass()
+    def begin_pass(self, expected: Sequence[int] = ()) -> None:
+        """The model's forward begins; uses will be those ``expected``, if that is known beforehand."""
+        self._follower.begin_pass(expected)
 
     def begins_again(self, layer: int) -> bool:
         """Tell whether a layer is the one that this pass began with, so that another pass begins here."""

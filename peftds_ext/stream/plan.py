@@ -33,24 +33,33 @@ class Orders:
         self.records = 0
         """Passes that were recorded, which is what a changing order costs."""
 
-    def begin(self) -> None:
-        """Begin a pass: what was seen of the last one is remembered, and the latest order is followed."""
+    def begin(self, expected: Sequence[int] = ()) -> None:
+        """Begin a pass: what was seen of the last one is remembered.
+
+        The latest order is followed, unless another one is ``expected``.
+        """
         done = tuple(self._passed)
         if done and not any(order[: len(done)] == done for order in self._known):
             for order in [known for known in self._known if done[: len(known)] == known]:
                 del self._known[order]  # the beginning of what is now known whole
-            self._known[done] = None
+            self._remember(done)
             self.records += 1
-            while len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
         elif done in self._known:
-            self._known.move_to_end(done)
+            self._remember(done)
+        if expected:
+            self._remember(tuple(expected))
         self._passed = []
         self._followed = next(reversed(self._known), None)
         if done:
             self._guess = ()
         elif self._followed is None:
             self._followed = self._guess or None
+
+    def _remember(self, order: tuple[int, ...]) -> None:
+        self._known[order] = None
+        self._known.move_to_end(order)
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
 
     def use(self, layer: int) -> None:
         """Note the use of a layer."""

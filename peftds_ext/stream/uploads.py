@@ -46,10 +46,8 @@ class _Upload:
 
     layer: int
     tensors: list[Tensor]
-    size: int
     free: Mark  # when nobody uses the memory for anything else any more
     sources: Sequence[Tensor] = ()
-    transient: bool = False
     copied: tuple[Mark, Mark] | None = None
     failure: Exception | None = None
 
@@ -106,8 +104,9 @@ class Uploads:
     def begin_pass(self) -> None:
         """The model's forward begins."""
         self.forget()
+        self._lay_out()
         self._follower.begin_pass()
-        self._host.begin_pass()
+        self._host.begin_pass(self._follower.to_bring())
 
     def begins_again(self, layer: int) -> bool:
         """Tell whether a layer is the one that this pass began with, so that another pass begins here."""
@@ -197,6 +196,7 @@ class Uploads:
             raise upload.failure
         upload = upload or self._reserve(layer)
         if upload.copied is None:
+            self._host.make_room(layer)
             self._wait_for_host_memory()
             copied = self._copy(upload)
             self.counts.demanded += 1
@@ -205,7 +205,8 @@ class Uploads:
             self.counts.ready += 1
         self._device.wait(copied[1])
         self._noted.append(DeviceEvent("stall", layer, 0, before, self._device.mark()))
-        return upload.tensors
+        tensors, upload.tensors = upload.tensors, []  # it may be a while until the copy is known to be over
+        return tensors
 
     def _bring_ahead(self, layers: Sequence[int]) -> None:
         """Take memory for the next layers, and copy those that are in host memory, in their order."""
@@ -216,6 +217,7 @@ class Uploads:
             upload = self._coming[layer]
             if upload.copied is not None:
                 continue
+            self._host.make_room(layer)
             if self._transient() or not self._host.is_ready(layer):
                 return
             try:
@@ -228,10 +230,10 @@ class Uploads:
         layout = self._layouts[layer]
         with torch.inference_mode(False):  # what comes in inference may stay for training
             tensors = layout.tensors_in(self._device.allocate(layout.size))
-        return _Upload(layer, tensors, layout.size, self._device.mark())
+        return _Upload(layer, tensors, self._device.mark())
 
     def _copy(self, upload: _Upload) -> tuple[Mark, Mark]:
-        upload.sources, upload.transient = self._host.fetch(upload.layer)
+        upload.sources = self._host.fetch(upload.layer)
         self._copying.append(upload)
         with torch.no_grad():
             pairs = list(zip(upload.tensors, upload.sources, strict=True))
@@ -247,6 +249,7 @@ class Uploads:
         if upload is not None and upload.copied is not None:
             self.counts.vain += 1
             self._device.wait(upload.copied[1], on=upload.free)
+            upload.tensors = []
 
     # -- host memory ------------------------------------------------------------------------------------
 
@@ -261,7 +264,7 @@ class Uploads:
 
     def _transient(self) -> list[_Upload]:
         self._let_go_of_host_memory()
-        return [upload for upload in self._copying if upload.transient]
+        return [upload for upload in self._copying if self._host.is_transient(upload.layer)]
 
     def _wait_for_host_memory(self) -> None:
         for upload in self._transient():

@@ -18,12 +18,16 @@ import peftds_ext
 STEPS, LAYERS = 6, 4
 
 
-def on_a_device(eager: bool) -> LazyDevice:
+PACES: dict[str, dict[str, Any]] = {"lazy": {}, "eager": {"eager": True}, "behind": {"lag": 60}}
+"""When a stand-in for a GPU makes copies, and when that is known."""
+
+
+def on_a_device(pace: str) -> LazyDevice:
     """Let layers be copied to a stand-in for a GPU, from page-locked memory."""
     from peftds_ext import _native
     from peftds_ext.integrations.deepspeed import accelerator
 
-    device = LazyDevice(eager=eager)
+    device = LazyDevice(**PACES[pace])
     accelerator.layer_device = lambda: device
     accelerator.page_lock = _native.core().mlock_page_lock
     return device
@@ -97,8 +101,8 @@ def train(
     device_budget: int | None = None,
     **zero: Any,
 ) -> dict[str, Any]:
-    """Train, and return losses, masters, and what was held; ``device`` is "lazy" or "eager", or none."""
-    stand_in = on_a_device(device == "eager") if device else None
+    """Train, and return losses, masters, and what was held; ``device`` is a pace, or none."""
+    stand_in = on_a_device(device) if device else None
     whole = lora_on(shape_for_disk(num_hidden_layers=LAYERS, **(model or {})), **(adapter or {}))
     unusual(whole, kind)
     if reentrant is not None:

@@ -22,12 +22,12 @@ def test_every_tier_and_budget_gives_the_resident_losses(runner: Runner, case: s
     resident = runner.one(train, tier="resident", **CASES[case]).result
     runs: list[dict[str, Any]] = [
         {"tier": "cpu", "device": "lazy", "device_budget": 0},
-        {"tier": "nvme", "device": "lazy", "budget": 0, "device_budget": 3 << 20},
+        {"tier": "nvme", "device": "behind", "budget": 0, "device_budget": 3 << 20},
     ]
     if case in ("plain", "checkpointing"):
         runs += [
             {"tier": "cpu", "device": "eager"},
-            {"tier": "nvme", "device": "eager", "budget": 6 << 20, "device_budget": 0},
+            {"tier": "nvme", "device": "lazy", "budget": 6 << 20, "device_budget": 0},
         ]
     for settings in runs:
         streamed = runner.one(train, **settings, **CASES[case]).result
@@ -49,7 +49,7 @@ def changed_by_hand(run: Run, tier: str, device: str = "", device_budget: int = 
     import deepspeed
 
     if device:
-        on_a_device(device == "eager")
+        on_a_device(device)
     config = configured(run, tier, 0)
     config["peftds_ext"].setdefault("params", {})["device_bytes"] = device_budget
     whole = lora_on(shape_for_disk(num_hidden_layers=LAYERS))
@@ -74,7 +74,8 @@ def changed_by_hand(run: Run, tier: str, device: str = "", device_budget: int = 
             engine.save_checkpoint(str(run.tmp / "checkpoint"))
         if number == 3:
             engine.load_checkpoint(str(run.tmp / "checkpoint"))
-    return {"losses": losses, "masters": masters(engine)}
+    saved = sum(path.stat().st_size for path in (run.tmp / "checkpoint").rglob("*.pt"))
+    return {"losses": losses, "masters": masters(engine), "saved": saved}
 
 
 @pytest.mark.parametrize("budget", [0, 1 << 30])
@@ -83,13 +84,16 @@ def test_a_frozen_weight_that_changes_is_copied_anew(runner: Runner, budget: int
     for tier, device in (("cpu", "eager"), ("nvme", "lazy")):
         ours = runner.one(changed_by_hand, tier=tier, device=device, device_budget=budget).result
         assert ours["losses"] == in_memory["losses"], (tier, device)
+        assert ours["saved"] == pytest.approx(
+            in_memory["saved"], rel=0.01
+        )  # no copy is saved beside its weight
         assert all(torch.equal(ours["masters"][n], m) for n, m in in_memory["masters"].items())
 
 
 def late(run: Run, device: str) -> dict[str, Any]:
     """Train large adapters, also on the disk, with steps that overlap the next forward."""
     if device:
-        on_a_device(device == "eager")
+        on_a_device(device)
     config = configured(run, "nvme", 0)
     place = {"device": "nvme", "nvme_path": str(run.tmp / "states")}
     config["zero_optimization"] |= {"offload_optimizer": place, "stage3_param_persistence_threshold": 0}
@@ -164,7 +168,7 @@ class Profiler:
 def recorded(run: Run) -> dict[str, Any]:
     from peftds_ext.integrations.deepspeed import accelerator
 
-    on_a_device(eager=True)
+    on_a_device("eager")
     profiler = Profiler()
     accelerator.profiler_ranges = lambda: profiler
     config = configured(run, "nvme", 0)
@@ -204,7 +208,7 @@ def test_the_record_the_trace_and_a_profiler_show_what_was_copied(runner: Runner
 
 def broken_disk(run: Run) -> list[Any]:
     """A read fails once, ahead of its use; the step is made again."""
-    on_a_device(eager=True)
+    on_a_device("eager")
     config = configured(run, "nvme", 0)
     config["peftds_ext"]["params"]["device_bytes"] = 0
     engine = run.initialize(lora_on(shape_for_disk(num_hidden_layers=LAYERS)), config)
@@ -221,7 +225,7 @@ def broken_disk(run: Run) -> list[Any]:
 def test_a_read_that_fails_ahead_is_told_where_the_layer_is_needed(runner: Runner) -> None:
     good = runner.one(broken_disk).result
     assert all(isinstance(loss, float) for loss in good)
-    bad = runner.one(broken_disk, env={"PEFTDS_IO_FAULTS": "read:eio@30"}).result
+    bad = runner.one(broken_disk, env={"PEFTDS_IO_FAULTS": "read:eio@40"}).result
     told = [result for result in bad if isinstance(result, str)]
     assert len(told) == 1
     assert "data.bin" in told[0]

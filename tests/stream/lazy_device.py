@@ -2,9 +2,10 @@
 """A device whose copies happen as late as they may, in memory that shows what was not waited for.
 
 It stands for a GPU where there is none. What computes runs at once, on the CPU; a copy is only queued, and
-made when somebody waits for it. So whoever uses a layer without waiting finds NaNs, and who gives host memory
-back, or writes into it, before a copy is over sends something else. With ``eager`` copies are made when they
-are queued, which is the other end of what a GPU may do.
+made when somebody waits for it. So whoever uses a layer without waiting finds NaNs, and who gives host
+memory back, or writes into it, before a copy is over sends something else. With ``eager`` copies are made
+when they are queued, which is the other end of what a GPU may do. With ``lag`` nothing is known to be over
+before so many marks were made after it, as with a GPU that is that far behind the host.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class _Copy(NamedTuple):
 class LazyDevice:
     """Streams of a device, and the bytes that it holds."""
 
-    def __init__(self, *, eager: bool = False) -> None:
-        self._eager = eager
+    def __init__(self, *, eager: bool = False, lag: int = 0) -> None:
+        self._eager, self._lag = eager, lag
+        self._caught_up = 0
         self._queue: list[_Copy] = []
         self._marks = 0
         self._allocated_after: dict[int, int] = {}  # by address: the latest mark then
@@ -96,11 +98,13 @@ class LazyDevice:
         self._run_to(mark)
 
     def is_over(self, mark: LazyMark) -> bool:
-        return mark.over_at is not None
+        known = mark.number <= max(self._caught_up, self._marks - self._lag)
+        return known and mark.over_at is not None
 
     def finish(self, mark: LazyMark) -> None:
         self.finished.append(mark)
         self._run_to(mark)
+        self._caught_up = max(self._caught_up, mark.number)
 
     def times(self, marks: Sequence[LazyMark]) -> list[int]:
         times = [mark.over_at for mark in marks]

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from peftds_ext import _native
-from peftds_ext.stream.host import HostLayer, ReadLayers
+from peftds_ext.stream.host import ReadLayers
 
 logger = logging.getLogger("peftds_ext")
 
@@ -52,24 +53,31 @@ class HostPartitions:
         """Tell whether nothing of a layer has to be waited for."""
         return self._reads is None or not any(self._is_read[layer]) or self._reads.is_ready(layer)
 
-    def fetch(self, layer: int) -> HostLayer:
+    def make_room(self, layer: int) -> None:
+        """Let those go that do not stay beside a layer that is about to be fetched."""
+        if self._reads is not None:
+            self._reads.make_room(layer)
+
+    def is_transient(self, layer: int) -> bool:
+        """Tell whether the memory of a layer that was fetched is given back when nobody refers to it."""
+        return self._reads is not None and any(self._is_read[layer]) and self._reads.is_transient(layer)
+
+    def fetch(self, layer: int) -> Sequence[Tensor]:
         """Return a layer's partitions, and start to read those of the next ones.
 
         Raises:
             StorageError: a read failed.
         """
-        fetched = self._reads.fetch(layer) if self._reads is not None else HostLayer((), False)
-        read = iter(fetched.tensors)
-        tensors = [
+        read = iter(self._reads.fetch(layer) if self._reads is not None else ())
+        return [
             next(read) if is_read else parameter.ds_tensor.data.view(-1)
             for parameter, is_read in self._each(layer)
         ]
-        return HostLayer(tensors, fetched.transient and any(self._is_read[layer]))
 
-    def begin_pass(self) -> None:
-        """The model's forward begins."""
+    def begin_pass(self, expected: Sequence[int]) -> None:
+        """The model's forward begins, in which these layers are going to be fetched, if nothing changes."""
         if self._reads is not None:
-            self._reads.begin_pass()
+            self._reads.begin_pass(expected)
 
     def rest(self) -> None:
         """Nothing is fetched until the next pass."""
