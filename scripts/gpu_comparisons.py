@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from gpu_checking import Check, all_right
 from torch import Tensor
 
 from peftds_ext import ops
@@ -26,19 +27,6 @@ SETTINGS: dict[str, Any] = {
     "step": 3,
     "grad_scale": 0.5,
 }
-
-
-class Check(NamedTuple):
-    """One question and its answer; ``detail`` says what went wrong."""
-
-    name: str
-    passed: bool
-    detail: str = ""
-
-
-def all_right(name: str, wrong: list[str]) -> Check:
-    """Make a check that passes when nothing is wrong."""
-    return Check(name, not wrong, "; ".join(wrong[:3]))
 
 
 def same_bits(got: Tensor, expected: Tensor) -> bool:
