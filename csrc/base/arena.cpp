@@ -60,6 +60,8 @@ class Locker {
     if (!page_lock_ || !in_own_process()) return false;
     const int code = page_lock_->lock(data, static_cast<size_t>(size));
     if (code != 0 && !failure_) failure_ = {size, before, code};
+    // fork() copies at once what a driver has pinned; to a child the memory is of no use.
+    if (code == 0) madvise(data, static_cast<size_t>(size), MADV_DONTFORK);
     return code == 0;
   }
 
@@ -105,6 +107,7 @@ struct Arena::State {
 
   Mapping take(int64_t size, int64_t most) {
     const std::lock_guard lock(mutex);
+    forget_what_is_not_here();
     Mapping mapping = reuse(size, most);
     if (mapping.data == nullptr) {
       make_room(size);  // mapping is the only way in which more becomes held
@@ -168,7 +171,21 @@ struct Arena::State {
       locker.unlock(oldest.data, oldest.size);
       usage.locked -= oldest.size;
     }
-    munmap(oldest.data, static_cast<size_t>(oldest.size));
+    if (is_here(oldest)) munmap(oldest.data, static_cast<size_t>(oldest.size));
+  }
+
+  /// Whether the memory is in this process: a child of fork() has nothing where its parent's locked memory
+  /// is, or something else by now.
+  [[nodiscard]] bool is_here(const Mapping& mapping) const noexcept {
+    return !mapping.locked || locker.in_own_process();
+  }
+
+  void forget_what_is_not_here() noexcept {
+    if (locker.in_own_process()) return;
+    const auto gone = [this](const Mapping& mapping) { return !is_here(mapping); };
+    for (const Mapping& mapping : unused)
+      if (gone(mapping)) usage.held -= mapping.size;
+    unused.remove_if(gone);
   }
 
   std::shared_ptr<Listener> listener;

@@ -24,8 +24,8 @@ namespace peftds {
 /// that it refuses is used unlocked, and `why_not_locked` tells of that. A device that copies from or to a
 /// buffer must be done before the buffer goes.
 ///
-/// Thread-safe. Buffers may outlive the arena. In the child of a fork() nothing is locked: neither what the
-/// parent locked, nor what is mapped there.
+/// Thread-safe. Buffers may outlive the arena. The child of a fork() does not have the memory that its parent
+/// locked, and must not touch such buffers; what is mapped there is not locked.
 class Arena {
  public:
   static constexpr int64_t kPage = 4096;

@@ -445,6 +445,7 @@ TEST(a_forked_child_leaves_its_parents_locks_alone) {
   std::optional<Arena::Buffer> buffer = arena->allocate(8 * Arena::kPage);
   CHECK(peftds::test::succeeds_in_child([&] {
     CHECK(arena->usage().locked == 0, arena->usage().locked);
+    mark(arena->allocate(8 * Arena::kPage), 1);  // not the parent's, which is not here
     mark(arena->allocate(9 * Arena::kPage), 1);
     CHECK(arena->usage().locked == 0 && fake.calls() == 1, "the child locked with its parent's arena");
     CHECK(arena->why_not_locked().find("before fork()") != std::string::npos, arena->why_not_locked());

@@ -112,17 +112,28 @@ def test_beyond_the_limit_memory_is_used_unlocked_and_the_reason_told(run_python
     assert "ulimit -l, which is 64 KiB" in why
 
 
-def test_a_forked_child_uses_the_memory_and_its_parents_locks_stay(arena: Any) -> None:
+def is_mapped(address: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    return any(start <= address < end for start, end in ranges)
+
+
+def test_a_forked_child_has_memory_of_its_own_and_its_parents_locks_stay(arena: Any) -> None:
     before = locked_bytes()
+    unused = torch.frombuffer(arena.allocate(2 * PAGE), dtype=torch.uint8)
+    del unused
     tensor = torch.frombuffer(arena.allocate(PAGE), dtype=torch.uint8).fill_(7)
+    assert is_mapped(tensor.data_ptr())
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            other = arena.allocate(2 * PAGE)
+            right = not is_mapped(tensor.data_ptr())
+            other = torch.frombuffer(arena.allocate(2 * PAGE), dtype=torch.uint8).fill_(1)
             told = arena.why_not_locked
-            right = int(tensor[0]) == 7 and arena.usage().locked == locked_bytes() == 0
-            del tensor, other, arena
+            right = right and arena.usage().locked == locked_bytes() == 0
+            del tensor, arena
+            right = right and int(other.sum()) == 2 * PAGE
             status = 0 if right and "made by another process" in told else 2
         finally:
             os._exit(status)
