@@ -9,6 +9,7 @@ and for a copy only where the host's budget has no room for both what is being c
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ class Uploads:
         self._layouts: list[_Layout] = []
         self._coming: dict[int, _Upload] = {}  # by layer: not used yet
         self._copying: list[_Upload] = []  # whose host memory is read
+        # Not even a model that is dropped in mid-copy may leave memory to others that is still copied to.
+        weakref.finalize(self, _finish_copies, device, self._copying).atexit = False
         self._noted: deque[DeviceEvent] = deque(maxlen=_NOTED)  # with marks in the place of times
         self.counts = UploadCounts()
         """Totals of the run."""
@@ -155,6 +158,11 @@ class Uploads:
         for layer in list(self._coming):
             self._drop(layer)
 
+    def settle(self) -> None:
+        """Wait for copies that are under way, also of layers in use: host memory is going to be written."""
+        _finish_copies(self._device, self._copying)
+        self._let_go_of_host_memory()
+
     def changed(self, layer: int) -> None:
         """A layer in host memory is other than it was."""
         self._drop(layer)
@@ -162,10 +170,7 @@ class Uploads:
     def close(self) -> None:
         """Wait for copies, give their host memory back, and close the host's side. Idempotent."""
         self.forget()
-        for upload in self._copying:
-            if upload.copied is not None:
-                self._device.finish(upload.copied[1])
-        self._let_go_of_host_memory()
+        self.settle()
         self._host.close()
 
     def drain(self) -> list[DeviceEvent]:
@@ -193,7 +198,8 @@ class Uploads:
         before = self._device.mark()
         upload = self._coming.pop(layer, None)
         if upload is not None and upload.failure is not None:
-            raise upload.failure
+            failure, upload.failure = upload.failure, None
+            raise failure
         upload = upload or self._reserve(layer)
         if upload.copied is None:
             self._host.make_room(layer)
@@ -212,9 +218,14 @@ class Uploads:
         """Take memory for the next layers, and copy those that are in host memory, in their order."""
         for layer in layers:
             if layer not in self._coming:
-                self._coming[layer] = self._reserve(layer)
+                try:
+                    self._coming[layer] = self._reserve(layer)
+                except torch.OutOfMemoryError:  # a layer that is needed fails, if there is still no room then
+                    break
         for layer in layers:
-            upload = self._coming[layer]
+            upload = self._coming.get(layer)
+            if upload is None or upload.failure is not None:
+                return
             if upload.copied is not None:
                 continue
             self._host.make_room(layer)
@@ -223,7 +234,8 @@ class Uploads:
             try:
                 self._copy(upload)
             except Exception as error:  # who needs the layer is told
-                upload.failure = error
+                upload.failure = error.with_traceback(None)  # whose frames refer to layers
+                upload.tensors = []
                 return
 
     def _reserve(self, layer: int) -> _Upload:
@@ -255,12 +267,13 @@ class Uploads:
 
     def _let_go_of_host_memory(self) -> None:
         """Let go of what was copied."""
-        copying, self._copying = self._copying, []
-        for upload in copying:
+        under_way = []
+        for upload in self._copying:
             if upload.copied is not None and not self._device.is_over(upload.copied[1]):
-                self._copying.append(upload)
+                under_way.append(upload)
             else:
                 upload.sources = ()
+        self._copying[:] = under_way
 
     def _transient(self) -> list[_Upload]:
         self._let_go_of_host_memory()
@@ -272,6 +285,12 @@ class Uploads:
                 self.counts.waits += 1
                 self._device.finish(upload.copied[1])
         self._let_go_of_host_memory()
+
+
+def _finish_copies(device: Device, uploads: Sequence[_Upload]) -> None:
+    for upload in uploads:
+        if upload.copied is not None:
+            device.finish(upload.copied[1])
 
 
 class _Layout:

@@ -90,6 +90,73 @@ def test_a_frozen_weight_that_changes_is_copied_anew(runner: Runner, budget: int
         assert all(torch.equal(ours["masters"][n], m) for n, m in in_memory["masters"].items())
 
 
+def handled_roughly(run: Run, tier: str, device: str = "") -> dict[str, Any]:
+    """Infer before training, look at single weights, load by hand, destroy the engine and change weights."""
+    import deepspeed
+
+    stand_in = on_a_device(device) if device else None
+    config = configured(run, tier, 0)
+    config["peftds_ext"].setdefault("params", {})["device_bytes"] = 1 << 30
+    whole = lora_on(shape_for_disk(num_hidden_layers=LAYERS))
+    engine = run.initialize(whole, config)
+    mlp = whole.base_model.model.model.layers[1].mlp
+    frozen = [mlp.up_proj.weight, mlp.down_proj.weight, mlp.gate_proj.weight]
+    results = []
+
+    def evaluate() -> None:
+        engine.eval()
+        results.append(float(engine(input_ids=batches(1)[0], labels=batches(1)[0]).loss))
+        engine.train()
+
+    def total(factor: float = 1.0) -> float:
+        with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0 if factor != 1 else None):
+            for weight in frozen:
+                weight.data.mul_(factor)
+            return float(sum(weight.detach().double().sum() for weight in frozen))
+
+    with torch.inference_mode():
+        evaluate()
+    for batch, weight in zip(batches(3), frozen, strict=True):
+        results.append(train_step(engine, batch))
+        with deepspeed.zero.GatheredParameters([weight]):
+            results.append(float(weight.detach().double().sum()))
+        with torch.inference_mode():
+            evaluate()
+    engine.save_checkpoint(str(run.tmp / "checkpoint"), tag="a")
+    results.append(total(1.5))
+    with torch.no_grad():
+        evaluate()
+    if tier == "cpu":  # on the disk a load by hand finds no partitions
+        file = next((run.tmp / "checkpoint" / "a").glob("zero_pp_rank_0*model_states.pt"))
+        saved = torch.load(file, weights_only=False)["frozen_param_fragments"]
+        halved = {name: fragment / 2 for name, fragment in saved.items()}
+        engine.load_module_state_dict({"module": {}, "frozen_param_fragments": halved}, strict=False)
+        results.append(train_step(engine, batches(1)[0]))
+    frozen[0].is_external_param = True
+    with torch.no_grad():
+        evaluate()
+    engine.load_checkpoint(str(run.tmp / "checkpoint"), tag="a")
+    results.append(train_step(engine, batches(1)[0]))
+    found = {"results": results, "masters": masters(engine)}
+    if stand_in is not None:
+        uploads = engine.optimizer.parameter_offload.param_coordinator._fetch.uploads
+        found |= {"peak": stand_in.peak, "whole": sum(uploads.sizes)}
+    engine.destroy()
+    results += [total(2.0), total()]
+    return {**found, "left": stand_in.live if stand_in is not None else 0}
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_rough_handling_gives_what_it_gives_in_memory(runner: Runner, tier: str) -> None:
+    in_memory = runner.one(handled_roughly, tier=tier).result
+    for device in ("eager", "behind"):
+        ours = runner.one(handled_roughly, tier=tier, device=device).result
+        assert ours["results"] == in_memory["results"], device
+        assert all(torch.equal(ours["masters"][n], m) for n, m in in_memory["masters"].items())
+        assert ours["peak"] <= ours["whole"]  # nothing is there twice
+        assert ours["left"] == 0
+
+
 def late(run: Run, device: str) -> dict[str, Any]:
     """Train large adapters, also on the disk, with steps that overlap the next forward."""
     if device:

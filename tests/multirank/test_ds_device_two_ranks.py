@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from ds_layers import CASES, train
+from ds_layers import CASES, LAYERS, configured, on_a_device, train
+from ds_nvme import batches, lora_on, shape_for_disk, train_step
 from ds_runner import Runner
+from ds_worker import Run
 
 
 @pytest.mark.parametrize("case", ["plain", "checkpointing", "tied embeddings"])
@@ -25,3 +27,22 @@ def test_parts_are_copied_ahead_and_gathered(runner: Runner, case: str) -> None:
             assert all(torch.equal(ours.result["masters"][n], m) for n, m in theirs.result["masters"].items())
             counts = ours.result["counts"]
             assert counts["ready"] > counts["demanded"] > 0
+
+
+def inference_first(run: Run, device: str = "") -> list[float]:
+    if device:
+        on_a_device(device)
+    engine = run.initialize(lora_on(shape_for_disk(num_hidden_layers=LAYERS)), configured(run, "cpu", None))
+    engine.eval()
+    with torch.inference_mode():
+        losses = [float(engine(input_ids=batch, labels=batch).loss) for batch in batches(2, run.rank)]
+    engine.train()
+    return losses + [train_step(engine, batch) for batch in batches(3, run.rank)]
+
+
+def test_training_may_come_after_inference(runner: Runner) -> None:
+    in_memory, ours = (
+        [outcome.result for outcome in runner.run(inference_first, "ours", world=2, device=device)[0]]
+        for device in ("", "behind")
+    )
+    assert ours == in_memory

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from peftds_ext import _native
 from peftds_ext.stream.host import ReadLayers
-
-logger = logging.getLogger("peftds_ext")
 
 _ALIGNMENT: Final = 64
 """Bytes between which partitions begin in a layer's memory: a cache line."""
@@ -100,10 +97,6 @@ class HostPartitions:
             staying = [p for p, is_read in self._each(layer) if not is_read and p.ds_id not in moved]
             moved.update(parameter.ds_id for parameter in staying)
             self._move_layer(arena, [p.ds_tensor for p in staying if p.ds_tensor.numel()])
-        if arena.why_not_locked:
-            logger.warning(
-                "host memory of layers is not page-locked, which makes copies slow: %s", arena.why_not_locked
-            )
 
     @staticmethod
     def _move_layer(arena: Any, partitions: Sequence[Any]) -> None:

@@ -204,7 +204,8 @@ class LayerFetch:
             return
         self.before_gather(parameters)
         if not self._aliased:
-            parameters[0].all_gather_coalesced(parameters).wait()
+            with torch.inference_mode(False), torch.no_grad():  # what is gathered in inference may stay
+                parameters[0].all_gather_coalesced(parameters).wait()
             return
         for parameter in parameters:
             parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from peftds_ext.integrations.deepspeed.host_partitions import HostPartitions
@@ -24,6 +26,8 @@ from peftds_ext.stream.host import ReadLayers
 from peftds_ext.stream.layers import Layer
 from peftds_ext.stream.recorder import Recorder
 from peftds_ext.stream.uploads import Uploads
+
+logger = logging.getLogger("peftds_ext")
 
 
 class LayerUpload(LayerFetch):
@@ -50,6 +54,7 @@ class LayerUpload(LayerFetch):
         self._frozen = {id(p) for layer in layers for p in layer.parameters if not p.requires_grad}
         self._device, self._device_budget, self._page_lock = device, device_budget, page_lock
         self._latest_sent: Mark | None = None
+        self._closed = self._told_of_unlocked = False
 
     @functools.cached_property
     def _uploaded(self) -> list[tuple[Any, ...]]:
@@ -85,6 +90,16 @@ class LayerUpload(LayerFetch):
         arena = host.arena if host is not None else None
         return super()._locked_bytes() + (0 if arena is None else arena.usage().locked)
 
+    def _tell_of_unlocked(self) -> None:
+        """Warn once where host memory is not page-locked, as far as it was to be."""
+        if self._told_of_unlocked:
+            return
+        arenas = self._arenas() | ({self._host.arena} if self._host.arena is not None else set())
+        reason = next((arena.why_not_locked for arena in arenas if arena.why_not_locked), "")
+        if reason:
+            logger.warning("host memory of layers is not page-locked, which makes copies slow: %s", reason)
+            self._told_of_unlocked = True
+
     @functools.cached_property
     def _parts(self) -> int:
         sizes = {p.ds_zero_partition_world_size for p in each(self._layers)}
@@ -115,6 +130,8 @@ class LayerUpload(LayerFetch):
 
     def changed(self, layer: int) -> None:
         """A frozen parameter of a layer is going to be other than it was."""
+        if self._closed:
+            return
         if self._reads is not None:
             self._reads.changed(layer)
         self.uploads.changed(layer)
@@ -124,6 +141,7 @@ class LayerUpload(LayerFetch):
     def begin_pass(self) -> None:
         """The model's forward begins."""
         self.uploads.begin_pass()
+        self._tell_of_unlocked()
 
     def begins_again(self, layer: int) -> bool:
         """Tell whether a layer is the one that this pass began with, so that another pass begins here."""
@@ -142,12 +160,15 @@ class LayerUpload(LayerFetch):
         for other in self.uploads.make_room(layer):
             self._evict(other)
         uploaded = self._uploaded[layer]
+        if any(p.ds_status is self._absent for p in uploaded):  # else the others keep the whole old block
+            self._free([p for p in uploaded if not (p.ds_active_sub_modules or _is_gathered_by_hand(p))])
         resident = all(parameter.ds_status is self._gathered for parameter in uploaded)
         copied = zip(uploaded, self.uploads.enter(layer, resident=resident), strict=not resident)
         copies = [(p, tensor) for p, tensor in copied if p.ds_status is self._absent]
         taken = {id(parameter) for parameter, _ in copies}
         others = [p for p in self._layers[layer] if p.ds_status is self._absent and id(p) not in taken]
-        self._adopt([*copies, *self._send([p for p in others if not is_swapped(p)])])
+        with torch.inference_mode(False), torch.no_grad():  # what comes in inference may stay for training
+            self._adopt([*copies, *self._send([p for p in others if not is_swapped(p)])])
         self._gather([p for p in others if is_swapped(p)])
         for parameter in self._layers[layer]:
             parameter.ds_active_sub_modules.add((id(self), layer))
@@ -174,17 +195,20 @@ class LayerUpload(LayerFetch):
         parameters = list(parameters)
         for parameter in parameters:
             parameter.ds_active_sub_modules.clear()
-        self._let_go([p for p in parameters if id(p) not in staying], stay=False)
+        self._put_away([p for p in parameters if id(p) not in staying])
 
     def drop_copies(self) -> None:
         """Partitions may be changed: let go of all that was copied of them."""
         self.uploads.forget()
-        self._free(list(each(self._uploaded)))
+        self.uploads.settle()
+        self._put_away(list(each(self._uploaded)))
 
     def close(self) -> None:
         """End the copying, the reading and the trace. Idempotent."""
         uploads = self._copies()
-        if uploads is not None:
+        if uploads is not None and not self._closed:
+            self._closed = True
+            self._put_away(list(each(self._uploaded)))
             uploads.close()
         super().close()
 
@@ -198,7 +222,7 @@ class LayerUpload(LayerFetch):
         if not parameters:
             return []
         self.before_gather(parameters)
-        sent = [(p, p.ds_tensor.data.to(p.device, non_blocking=True)) for p in parameters]
+        sent = [(p, p.ds_tensor.data.to(p.device, non_blocking=True, copy=True)) for p in parameters]
         self._latest_sent = self._device.mark()
         return sent
 
@@ -220,11 +244,20 @@ class LayerUpload(LayerFetch):
         self._free([p for p in self._uploaded[layer] if not p.ds_active_sub_modules])
 
     def _free(self, parameters: Sequence[Any]) -> None:
-        going = [p for p in parameters if not (p.ds_persist or p.is_external_param)]
-        self._let_go(going, stay=True)
-        for parameter in going:
+        self._put_away([p for p in parameters if not (p.ds_persist or p.is_external_param)])
+
+    def _put_away(self, parameters: Sequence[Any]) -> None:
+        self._let_go(parameters, stay=True)
+        for parameter in parameters:
             if is_swapped(parameter) and id(parameter) not in self._frozen:
                 parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
+
+
+def _is_gathered_by_hand(parameter: Any) -> bool:
+    """Whether a parameter is inside of ``GatheredParameters``, where it may be changed."""
+    from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
+
+    return bool(getattr(parameter, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0))
 
 
 def _comes_from_host(parameter: Any) -> bool:

@@ -21,6 +21,7 @@ from peftds_ext.integrations.deepspeed.offload import (
     offloads_parameters_to_nvme,
 )
 from peftds_ext.integrations.deepspeed.section import load_config, read_section
+from peftds_ext.integrations.deepspeed.stage3_layers import drop_copies_before_loads
 from peftds_ext.integrations.deepspeed.stage3_nvme import note_checkpoints
 from peftds_ext.integrations.deepspeed.state_settings import (
     check_optimizer_nvme_path,
@@ -179,6 +180,7 @@ def _tell(engine: Any, raw: Mapping[str, Any]) -> None:
             parts.append("parameters on NVMe")
     if hasattr(engine.optimizer, "_peftds_loading"):
         note_checkpoints(engine)
+        drop_copies_before_loads(engine)
     if read_section(raw).trace is not None and not hasattr(engine.optimizer, "parameter_offload"):
         logger.warning("peftds_ext.trace: nothing is traced, since parameters are not offloaded under ZeRO-3")
     if parts:

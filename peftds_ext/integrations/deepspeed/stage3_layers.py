@@ -147,6 +147,20 @@ def _trace(arguments: dict[str, Any]) -> TraceWriter | None:
     return writer
 
 
+def drop_copies_before_loads(engine: Any) -> None:
+    """Let an engine's method that loads weights find no copies of them, which it would load into."""
+    stock = engine.load_module_state_dict
+
+    @functools.wraps(stock)
+    def load_module_state_dict(*args: Any, **kwargs: Any) -> Any:
+        coordinator = _coordinator(engine.optimizer)
+        if coordinator is not None:
+            coordinator.drop_copies()
+        return stock(*args, **kwargs)
+
+    engine.load_module_state_dict = load_module_state_dict
+
+
 def _how_to_fetch(arguments: dict[str, Any]) -> Callable[[Sequence[Layer]], LayerFetch]:
     """Return what makes the object that brings layers to where they compute."""
     device, trace = accelerator.layer_device(), _trace(arguments)
