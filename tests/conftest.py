@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +19,26 @@ import peftds_ext
 
 # The package under test must also be the one that child processes import.
 _PACKAGE_PARENT = str(Path(peftds_ext.__file__).resolve().parent.parent)
+
+
+_EXTENSIONS = "TORCH_EXTENSIONS_DIR"
+_own_extensions: list[str] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all processes of a run share what stock DeepSpeed compiles, and nobody else.
+
+    The user's cache would be rebuilt, or locked, by runs of another environment at the same time.
+    """
+    if _EXTENSIONS not in os.environ:  # else somebody has set it, or this is a worker of such a run
+        _own_extensions.append(tempfile.mkdtemp(prefix="torch_extensions"))
+        os.environ[_EXTENSIONS] = _own_extensions[0]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    while _own_extensions:
+        del os.environ[_EXTENSIONS]
+        shutil.rmtree(_own_extensions.pop(), ignore_errors=True)
 
 
 @pytest.fixture

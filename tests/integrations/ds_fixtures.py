@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,10 +17,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     for package in ("deepspeed", "transformers", "peft", "accelerate"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    # Not the user's cache, which runs of another environment would rebuild, or lock, at the same time.
-    own = str(tmp_path_factory.getbasetemp() / "torch_extensions")
-    extensions = os.environ.get("TORCH_EXTENSIONS_DIR", own)
-    runner = Runner(tmp_path_factory.mktemp("runs"), env={"TORCH_EXTENSIONS_DIR": extensions})
+    runner = Runner(tmp_path_factory.mktemp("runs"))
     yield runner
     runner.close()
 

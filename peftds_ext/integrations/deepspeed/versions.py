@@ -202,6 +202,8 @@ _ATTRIBUTES: Final = (
     "deepspeed.runtime.zero.stage3:DeepSpeedZeRoOffload",
     "deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
     "deepspeed.runtime.zero.parameter_offload:FWD_MODULE_STACK",
+    "deepspeed.runtime.zero.partition_parameters:DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR",
+    "deepspeed.runtime.engine:DeepSpeedEngine.load_module_state_dict",
 )
 """Names that are looked up when they are used, and so can be bound to another object."""
 
