@@ -44,13 +44,15 @@ def test_every_tier_and_budget_gives_the_resident_losses(runner: Runner, case: s
             assert streamed["counts"]["waits"] == 0
 
 
-def changed_by_hand(run: Run, tier: str, device: str = "", device_budget: int = 0) -> dict[str, Any]:
+def changed_by_hand(
+    run: Run, tier: str, device: str = "", budget: int = 0, device_budget: int = 0
+) -> dict[str, Any]:
     """Change frozen weights between steps, before a backward pass, and by loading a checkpoint."""
     import deepspeed
 
     if device:
         on_a_device(device)
-    config = configured(run, tier, 0)
+    config = configured(run, tier, budget)
     config["peftds_ext"].setdefault("params", {})["device_bytes"] = device_budget
     whole = lora_on(shape_for_disk(num_hidden_layers=LAYERS))
     engine = run.initialize(whole, config)
@@ -82,7 +84,8 @@ def changed_by_hand(run: Run, tier: str, device: str = "", device_budget: int = 
 def test_a_frozen_weight_that_changes_is_copied_anew(runner: Runner, budget: int) -> None:
     in_memory = runner.one(changed_by_hand, tier="cpu").result
     for tier, device in (("cpu", "eager"), ("nvme", "lazy")):
-        ours = runner.one(changed_by_hand, tier=tier, device=device, device_budget=budget).result
+        budgets = {"budget": (1 << 30) - budget, "device_budget": budget}  # kept in one of the two places
+        ours = runner.one(changed_by_hand, tier=tier, device=device, **budgets).result
         assert ours["losses"] == in_memory["losses"], (tier, device)
         assert ours["saved"] == pytest.approx(
             in_memory["saved"], rel=0.01
@@ -297,3 +300,24 @@ def test_a_read_that_fails_ahead_is_told_where_the_layer_is_needed(runner: Runne
     assert len(told) == 1
     assert "data.bin" in told[0]
     assert [result for result in bad if result not in told] == good
+
+
+def changed_on_the_disk(run: Run) -> str:
+    """Somebody writes into the file of a running process."""
+    on_a_device("eager")
+    config = configured(run, "nvme", 0)
+    config["peftds_ext"]["params"]["device_bytes"] = 0
+    config["peftds_ext"]["io"] = {"checksum": "always"}
+    engine = run.initialize(lora_on(shape_for_disk(num_hidden_layers=LAYERS)), config)
+    train_step(engine, batches(1)[0])
+    (path,) = (run.tmp / "disk").glob("peftds_ext_swap/*/data.bin")
+    with path.open("r+b") as file:
+        file.seek(5 << 20)
+        file.write(b"?" * 4096)
+    with pytest.raises(peftds_ext.errors.CorruptDataError) as caught:
+        train_step(engine, batches(1)[0])
+    return str(caught.value)
+
+
+def test_what_is_read_is_compared_with_its_checksum(runner: Runner) -> None:
+    assert "data.bin" in runner.one(changed_on_the_disk).result
