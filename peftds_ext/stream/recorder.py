@@ -53,7 +53,7 @@ class Recorder:
         self._uses = 0
         self._before: Mapping[str, int] = _counts(None, None)
         self.last: StepStats | None = None
-        self.run = _step(0, 0, (), (), _counts(None, None), 0)
+        self.run = _step(0, 0, (), None, _counts(None, None), 0)
         self.steps = 0
 
     def begin(self, layer: int, how: Literal["forward", "backward"]) -> None:
@@ -80,7 +80,7 @@ class Recorder:
         """A step has ended, and the next one begins; the optimizer's part began at a time of this clock."""
         now = time.monotonic_ns()
         events = executor.drain() if executor is not None else []
-        device_events = uploads.drain() if uploads is not None else []
+        device_events = uploads.drain() if uploads is not None else None
         counts = _counts(executor, uploads)
         moved = {key: counts[key] - self._before[key] for key in counts}
         self.last = _step(self._began, now, events, device_events, moved, self._uses)
@@ -89,7 +89,7 @@ class Recorder:
         self._began, self._before, self._uses = now, counts, 0
         if self._trace is not None:
             step = Span(LAYERS, "optimizer step", optimizer_began, now)
-            on_device = _device_spans(device_events, self._names)
+            on_device = _device_spans(device_events or (), self._names)
             self._trace.add([*self._spans, step, *_spans(events, self._names, self._free_from), *on_device])
             self._spans.clear()
 
@@ -115,7 +115,7 @@ def _step(
     began: int,
     ended: int,
     events: Sequence[StreamEvent],
-    device_events: Sequence[DeviceEvent],
+    device_events: Sequence[DeviceEvent] | None,
     moved: Mapping[str, int],
     uses: int,
 ) -> StepStats:
@@ -128,16 +128,17 @@ def _step(
         return [within(event) for event in events if event.kind is getattr(kinds, kind)]
 
     waits, decoding = on_host("WAIT"), on_host("DECODE")
-    copies = [within(event) for event in device_events if event.kind == "copy"]
-    stalls = [within(event) for event in device_events if event.kind == "stall"]
+    stalls = None  # where there is no device, compute waits when the host does
     resident = max(0, uses - moved["ready"] - moved["waited"])
     tiers = {"disk": TierStats(bytes=moved["read"], seconds=union_length(on_host("READ")) / 1e9)}
-    if device_events:
+    if device_events is not None:
+        copies = [within(event) for event in device_events if event.kind == "copy"]
+        stalls = [within(event) for event in device_events if event.kind == "stall"]
         tiers["copies"] = TierStats(bytes=moved["copied"], seconds=union_length(copies) / 1e9)
     return StepStats(
         seconds=(ended - began) / 1e9,
-        compute_waited_seconds=union_length(stalls if device_events else waits) / 1e9,
-        waited_for=_waited_for(stalls if device_events else None, waits, decoding),
+        compute_waited_seconds=union_length(waits if stalls is None else stalls) / 1e9,
+        waited_for=_waited_for(stalls, waits, decoding),
         layers_used=resident + moved["ready"] + moved["waited"],
         layers_resident=resident,
         layers_ready=moved["ready"],

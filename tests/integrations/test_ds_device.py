@@ -188,7 +188,7 @@ def test_steps_may_overlap_the_next_forward(runner: Runner) -> None:
 def test_with_room_on_the_device_nothing_is_copied_after_the_first_step(runner: Runner) -> None:
     for tier in ("cpu", "nvme"):
         stats = runner.one(train, tier=tier, device="lazy", device_budget=1 << 30).result["stats"]
-        assert stats["last_step"]["tiers"].get("copies", {"bytes": 0})["bytes"] == 0
+        assert stats["last_step"]["tiers"]["copies"]["bytes"] == 0
         assert stats["last_step"]["resident_share"] == 1.0
 
 
