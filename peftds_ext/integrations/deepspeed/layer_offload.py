@@ -89,6 +89,12 @@ class ZeroCoordinator(LayerCoordinator):
         return True
 
 
+def coordinator_of(optimizer: Any) -> ZeroCoordinator | None:
+    """Return what knows the layers of an engine's optimizer, or None if DeepSpeed's own hooks are on."""
+    found = getattr(getattr(optimizer, "parameter_offload", None), "param_coordinator", None)
+    return found if isinstance(found, ZeroCoordinator) else None
+
+
 @functools.cache
 def layer_offload_class(stock: Any) -> type:
     """Return a class over DeepSpeed's ``DeepSpeedZeRoOffload`` that hooks layers."""

@@ -161,7 +161,8 @@ class LayerUpload(LayerFetch):
             self._evict(other)
         uploaded = self._uploaded[layer]
         if any(p.ds_status is self._absent for p in uploaded):  # else the others keep the whole old block
-            self._free([p for p in uploaded if not (p.ds_active_sub_modules or _is_gathered_by_hand(p))])
+            gathered = [p for p in uploaded if p.ds_status is self._gathered]
+            self._free([p for p in gathered if not (p.ds_active_sub_modules or _is_gathered_by_hand(p))])
         resident = all(parameter.ds_status is self._gathered for parameter in uploaded)
         copied = zip(uploaded, self.uploads.enter(layer, resident=resident), strict=not resident)
         copies = [(p, tensor) for p, tensor in copied if p.ds_status is self._absent]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from peftds_ext.integrations.deepspeed.layer_offload import ZeroCoordinator
+from peftds_ext.integrations.deepspeed.layer_offload import coordinator_of
 from peftds_ext.integrations.deepspeed.parameter_calls import before_gathers
 from peftds_ext.integrations.deepspeed.section import read_section
 from peftds_ext.optim.late_step import LateStep, Report
@@ -61,8 +61,7 @@ class LateSteps(Base):
         logger.info("steps overlap the next forward")
 
     def _why_not_late(self) -> str:
-        coordinator = getattr(self.parameter_offload, "param_coordinator", None)
-        if not isinstance(coordinator, ZeroCoordinator):
+        if coordinator_of(self) is None:
             return "DeepSpeed's own hooks fetch parameters"
         if not self._keeps_gradients:
             return "stock DeepSpeed hands gradients over"

@@ -16,7 +16,7 @@ from torch import nn
 from peftds_ext.config import ParamsConfig
 from peftds_ext.integrations.deepspeed import accelerator
 from peftds_ext.integrations.deepspeed.layer_fetch import LayerFetch
-from peftds_ext.integrations.deepspeed.layer_offload import ZeroCoordinator, layer_offload_class
+from peftds_ext.integrations.deepspeed.layer_offload import coordinator_of, layer_offload_class
 from peftds_ext.integrations.deepspeed.layer_upload import LayerUpload
 from peftds_ext.integrations.deepspeed.offload import memory_budget, offloads_parameters
 from peftds_ext.integrations.deepspeed.section import read_section
@@ -59,7 +59,7 @@ class LayerHooks(Stage3Seam):
     def checkpoint_event_prologue(self) -> None:
         """Let go of copies: a load writes into the partitions of frozen parameters, and tells nobody."""
         super().checkpoint_event_prologue()
-        coordinator = _coordinator(self)
+        coordinator = coordinator_of(self)
         if coordinator is not None:
             coordinator.drop_copies()
 
@@ -67,15 +67,9 @@ class LayerHooks(Stage3Seam):
         """Note when the step ends."""
         began = time.monotonic_ns()
         super().step(closure)
-        coordinator = _coordinator(self)
+        coordinator = coordinator_of(self)
         if coordinator is not None:
             coordinator.end_step(began)
-
-
-def _coordinator(optimizer: Any) -> ZeroCoordinator | None:
-    """Return what knows the layers of an engine's optimizer, or None if DeepSpeed's own hooks are on."""
-    found = getattr(getattr(optimizer, "parameter_offload", None), "param_coordinator", None)
-    return found if isinstance(found, ZeroCoordinator) else None
 
 
 def stats(engine: Any) -> Stats:
@@ -85,7 +79,7 @@ def stats(engine: Any) -> Stats:
         ValueError: neither layers are streamed nor states stored; the message says why, or where to look.
     """
     optimizer = getattr(engine, "optimizer", None)
-    coordinator = _coordinator(optimizer)
+    coordinator = coordinator_of(optimizer)
     states = getattr(optimizer, "_peftds_states", None)
     if coordinator is None and states is None:
         raise ValueError(
@@ -124,8 +118,8 @@ def _why_not(arguments: dict[str, Any]) -> str:
     module: nn.Module = arguments["module"]
     if not isinstance(arguments["ds_config"], dict) or not offloads_parameters(arguments["ds_config"]):
         return "parameters are not offloaded"
-    if accelerator.why_no_layers():
-        return accelerator.why_no_layers()
+    if reason := accelerator.why_no_layers():
+        return reason
     if arguments["zero_quantized_weights"] or arguments["zero_quantized_nontrainable_weights"]:
         return "weights are quantized"
     if arguments["zero_param_parallel_group"] is not None:
@@ -153,7 +147,7 @@ def drop_copies_before_loads(engine: Any) -> None:
 
     @functools.wraps(stock)
     def load_module_state_dict(*args: Any, **kwargs: Any) -> Any:
-        coordinator = _coordinator(engine.optimizer)
+        coordinator = coordinator_of(engine.optimizer)
         if coordinator is not None:
             coordinator.drop_copies()
         return stock(*args, **kwargs)
