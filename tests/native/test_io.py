@@ -68,13 +68,6 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def engine() -> Iterator[Any]:
-    made = core.Engine()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def file(tmp_path: Path) -> Any:
     """A file of 64 KiB that counts up."""
     path = tmp_path / "counting"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +27,6 @@ def locked_bytes() -> int:
     found = re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
-
-
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    made = core.Engine()
-    yield made
-    made.close()
 
 
 @pytest.fixture
